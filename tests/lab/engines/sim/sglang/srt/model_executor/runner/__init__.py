@@ -1,0 +1,1 @@
+"""Simulator's stand-in for a module of SGLang; not SGLang."""

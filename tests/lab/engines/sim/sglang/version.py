@@ -1,0 +1,3 @@
+"""Simulator's stand-in for a module of SGLang; not SGLang."""
+
+__version__ = "0.0.0.dev0+simulator"

@@ -1,0 +1,39 @@
+"""A host's page cache is given back, on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZE = 256 << 20
+
+
+def resident(path: Path) -> int:
+    """Bytes of a file in the page cache, as util-linux counts them."""
+    said = subprocess.run(
+        ["fincore", "--bytes", "--noheadings", "--output", "RES", path], capture_output=True, check=True
+    )
+    return int(said.stdout)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may drop the page cache")
+def test_the_page_cache_is_given_back(tmp_path: Path, play: Any) -> None:
+    file = tmp_path / "cached"
+    file.write_bytes(os.urandom(1 << 20) * (SIZE >> 20))
+    os.sync()
+    assert resident(file) == SIZE
+    task = {"name": "settle", "lockstep.fleet.host_memory": {}}
+    foreseen = play([task], "--check")
+    assert (foreseen.rc, foreseen.changed, resident(file)) == (0, 1, SIZE), foreseen.text
+    said = foreseen.results["settle"]
+    assert said["after"] == said["before"]
+    played = play([task])
+    assert (played.rc, played.changed, resident(file)) == (0, 1, 0), played.text
+    said = played.results["settle"]
+    assert said["before"]["cached_bytes"] - said["after"]["cached_bytes"] > SIZE // 2
+    nothing = play([{"name": "settle", "lockstep.fleet.host_memory": {"drop_caches": False, "compact": False}}])
+    assert (nothing.rc, nothing.changed) == (0, 0), nothing.text
