@@ -3,6 +3,10 @@
 The stages on hosts of the lab run one after another; the others run beside them, one after another too, and what they
 print comes at the end. A stage that fails does not stop the next one: one run shows everything that is
 broken. Exits 1 if any failed.
+
+Real engines, kernels and networks on a busy machine also fail for reasons that are not the tree's. So when everything
+has ended and few files had a failure, each of those files runs once more, whole, with nothing beside it: a test that
+fails again has failed; one that passes then is counted as passed, and named under the table as one to look at.
 """
 
 from __future__ import annotations
@@ -13,13 +17,18 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from xml.etree import ElementTree as ET
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "tests"
+# More files than this with a failure are a broken tree, not an unlucky moment: they do not run again.
+AGAIN_AT_MOST = 3
 
 
 @dataclass(frozen=True)
@@ -34,15 +43,15 @@ class Stage:
     beside: bool = False  # needs none of the lab's hosts, so it runs beside the stages that do
     after: str = ""  # a stage that must have ended before, where it is asked for: it sets up what this one uses too
 
-    def argv(self, junit: Path) -> list[str]:
-        """The whole command; a pytest stage writes its counts to ``junit``."""
+    def argv(self, junit: Path, files: Sequence[str] = ()) -> list[str]:
+        """The whole command, for all its tests or those in ``files``; a pytest stage writes its counts to ``junit``."""
         if not self.tests:
             return list(self.command)
         return [
             sys.executable,
             "-m",
             "pytest",
-            self.tests,
+            *(files or (self.tests,)),
             f"--junitxml={junit}",
             f"--timeout={self.timeout}",
             "--durations=5",
@@ -67,58 +76,73 @@ STAGES = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """What a stage came to: counts of its tests (a stage without tests counts as one) and its seconds."""
+    """What a stage came to (a stage without tests counts as one): its tests, those that failed, and its seconds."""
 
-    passed: int
-    failed: int
+    tests: int
+    failed: frozenset[str]
     skipped: int
     seconds: float
+    again: frozenset[str] = frozenset()  # failed, and passed when their file ran once more
+
+    @property
+    def passed(self) -> int:
+        """How many tests passed, those at the second time among them."""
+        return max(0, self.tests - len(self.failed) - self.skipped)
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files of the tests that failed; "" for a failure that is no test's own."""
+        return frozenset(name.partition("::")[0] if "::" in name else "" for name in self.failed)
 
 
-def run(stage: Stage, log: IO[str] | None = None) -> Outcome:
-    """Runs one stage with its output as it comes, or into ``log``."""
-    junit = RESULTS / f"{stage.name}.xml"
+def run(stage: Stage, log: IO[str] | None = None, files: Sequence[str] = ()) -> Outcome:
+    """Runs one stage, or only its ``files``, with its output as it comes, or into ``log``."""
+    junit = RESULTS / f"{stage.name}{'-again' if files else ''}.xml"
     junit.unlink(missing_ok=True)
     start = time.monotonic()
-    status = subprocess.run(stage.argv(junit), cwd=ROOT, check=False, stdout=log, stderr=log).returncode
+    status = subprocess.run(stage.argv(junit, files), cwd=ROOT, check=False, stdout=log, stderr=log).returncode
     seconds = time.monotonic() - start
-    if not stage.tests:
-        return Outcome(int(status == 0), int(status != 0), 0, seconds)
-    if not junit.exists():  # pytest itself did not get that far
-        return Outcome(0, 1, 0, seconds)
-    suite = ET.parse(junit).getroot().find("testsuite")
-    count = (
-        {} if suite is None else {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+    if not junit.exists():  # not pytest's, or pytest itself did not get that far
+        return Outcome(1, frozenset([stage.name] if status else []), 0, seconds)
+    found: dict[str, set[str]] = {}  # a test whose clearing up fails too stands there twice
+    for case in ET.parse(junit).getroot().iter("testcase"):
+        found.setdefault(_named(case), set()).update(child.tag for child in case)
+    failed = {name for name, what in found.items() if what & {"failure", "error"}}
+    skipped = sum("skipped" in what for name, what in found.items() if name not in failed)
+    if status and not failed:  # an interrupt, no test at all
+        failed = {stage.name}
+    return Outcome(len(found), frozenset(failed), skipped, seconds)
+
+
+def _named(case: ET.Element) -> str:
+    """A test as pytest's command line takes it, from how its XML names it: ``tests/unit/test_a.py::test_b``."""
+    place, name = case.get("classname", ""), case.get("name", "")
+    parts = place.split(".") if place else name.split(".")  # a file that could not be imported stands as the name
+    for last in range(len(parts), 0, -1):
+        file = Path(*parts[:last]).with_suffix(".py")
+        if (ROOT / file).is_file():
+            return "::".join([str(file), *parts[last:], *([name] if place else [])])
+    return name
+
+
+def once_more(stage: Stage, first: Outcome) -> Outcome:
+    """Runs the files in which a test failed once more; what fails then has failed."""
+    second = run(stage, files=sorted(first.files))
+    return replace(
+        first, failed=second.failed, again=first.failed - second.failed, seconds=first.seconds + second.seconds
     )
-    failed = count.get("failures", 0) + count.get("errors", 0)
-    skipped = count.get("skipped", 0)
-    # A status without a counted failure (an interrupt, no test at all) is a failure of the stage.
-    failed = failed or int(status != 0)
-    return Outcome(max(0, count.get("tests", 0) - failed - skipped), failed, skipped, seconds)
 
 
-def main() -> int:
-    """Runs the stages named on the command line, all of them by default."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    names = [stage.name for stage in STAGES]
-    parser.add_argument("stage", nargs="*", metavar="STAGE", help=f"any of: {' '.join(names)} (default: all)")
-    chosen = parser.parse_args().stage or names
-    if unknown := set(chosen) - set(names):
-        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-
-    start = time.monotonic()
+def run_all(there: Sequence[Stage]) -> dict[str, Outcome]:
+    """Runs the stages, those beside the hosts' in a thread of their own; then once more what may have been unlucky."""
     outcomes: dict[str, Outcome] = {}
-    there = [stage for stage in STAGES if stage.name in chosen]
     hosts = [stage for stage in there if not stage.beside] or there  # those that compute have nothing to run beside
     others = [stage for stage in there if stage not in hosts]
-
     ended = {stage.name: threading.Event() for stage in there}
 
-    def in_turn(stages: list[Stage], log: IO[str] | None = None) -> None:
+    def in_turn(stages: Sequence[Stage], log: IO[str] | None = None) -> None:
         for stage in stages:
             if stage.after in ended:
                 ended[stage.after].wait()
@@ -137,15 +161,45 @@ def main() -> int:
         log.seek(0)
         print(log.read(), flush=True)
 
+    files = frozenset[str]().union(*(out.files for out in outcomes.values()))
+    if "" not in files and len(files) <= AGAIN_AT_MOST:
+        for stage in there:
+            if outcomes[stage.name].failed:
+                print(f"\n=== {stage.name}, once more: {' '.join(sorted(outcomes[stage.name].files))}", flush=True)
+                outcomes[stage.name] = once_more(stage, outcomes[stage.name])
+    return {stage.name: outcomes[stage.name] for stage in there}
+
+
+def report(outcomes: dict[str, Outcome], seconds: float) -> None:
+    """Prints a line for each stage, every test that failed at all, and the counts last."""
     print(f"\n{'stage':<10} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
-    for name, out in sorted(outcomes.items(), key=lambda item: names.index(item[0])):
-        print(f"{name:<10} {out.passed:>7} {out.failed:>7} {out.skipped:>8} {out.seconds:>8.0f}")
-    passed, failed, skipped = (
-        sum(getattr(out, what) for out in outcomes.values()) for what in ("passed", "failed", "skipped")
-    )
-    print(f"{'all':<10} {passed:>7} {failed:>7} {skipped:>8} {time.monotonic() - start:>8.0f}\n")
+    for name, out in outcomes.items():
+        print(f"{name:<10} {out.passed:>7} {len(out.failed):>7} {out.skipped:>8} {out.seconds:>8.0f}")
+    passed = sum(out.passed for out in outcomes.values())
+    failed = sum(len(out.failed) for out in outcomes.values())
+    skipped = sum(out.skipped for out in outcomes.values())
+    print(f"{'all':<10} {passed:>7} {failed:>7} {skipped:>8} {seconds:>8.0f}\n")
+    for out in outcomes.values():
+        for what, tests in (("FAILED", out.failed), ("failed once, then passed:", out.again)):
+            for name in sorted(tests):
+                print(f"{what} {name}")
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
-    return 1 if failed else 0
+
+
+def main() -> int:
+    """Runs the stages named on the command line, all of them by default."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("stage", nargs="*", metavar="STAGE", help=f"any of: {' '.join(names)} (default: all)")
+    chosen = parser.parse_args().stage or names
+    if unknown := set(chosen) - set(names):
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    start = time.monotonic()
+    outcomes = run_all([stage for stage in STAGES if stage.name in chosen])
+    report(outcomes, time.monotonic() - start)
+    return 1 if any(out.failed for out in outcomes.values()) else 0
 
 
 if __name__ == "__main__":
