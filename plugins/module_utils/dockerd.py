@@ -1,10 +1,11 @@
-"""The Docker Engine of a rank: its daemon.json, and what it says when it fails."""
+"""The Docker Engine of a rank: its daemon.json, its way to the fleet's registry, and what it says when it fails."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import LockstepError
@@ -81,6 +82,19 @@ def merge_daemon_json(text: str | None, want: Mapping[str, Any], flags: Sequence
 def daemon_json_text(config: Mapping[str, Any]) -> str:
     """Render an engine's configuration the way this room writes it."""
     return json.dumps(config, indent=4) + "\n"
+
+
+# --- its way to the fleet's registry ---------------------------------------------------------------------------------
+
+HOSTS_FILE = "/etc/hosts"
+DAEMON_JSON = "/etc/docker/daemon.json"
+# Ends the line of the hosts file that gives the registry its name.
+REGISTRY_MARK = "# lockstep: the fleet's registry"
+
+
+def remembered(daemon_json: str | Path) -> Path:
+    """Where it stands what a daemon.json held before the registry was listed in it."""
+    return Path(f"{daemon_json}.lockstep")
 
 
 # --- what the engine says when it fails ------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ from typing import TYPE_CHECKING, Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.lockstep.fleet.plugins.module_utils import (
     docker_api,
+    dockerd,
     enginelog,
     engram,
     files,
@@ -249,6 +250,11 @@ def look_shards(
     }
     free = files.free_bytes(files.nearest(directory))
     return {"dir": directory, "files": seen, "free_bytes": free, "reserve_bytes": reserve}
+
+
+def registry_open(hosts_file: str = dockerd.HOSTS_FILE, daemon_json: str = dockerd.DAEMON_JSON) -> bool:
+    """Whether the way to the fleet's registry is open here; outside a hand-on, a killed run left it so."""
+    return dockerd.REGISTRY_MARK in text(hosts_file) or dockerd.remembered(daemon_json).exists()
 
 
 def mapped_shards(pid: int) -> set[tuple[str, int]]:
@@ -430,6 +436,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
     if plan and client and "images" in subset:
         known = images.known(f"{asked['state_dir']}/{images.KNOWN}")
         seen["images"] = docker_api.look(client, plan["images"], asked["image_files"], known=known)
+        seen["registry_open"] = registry_open()
     if plan and client and container and "container" in subset:
         seen |= look_running(client, plan, asked["host"], container)
     else:

@@ -88,13 +88,12 @@ ARGUMENT_SPEC: dict[str, Any] = {
     "registry": {"type": "str", "required": True},
     "address": {"type": "str"},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
-    "hosts_file": {"type": "path", "default": "/etc/hosts"},
-    "daemon_json": {"type": "path", "default": "/etc/docker/daemon.json"},
+    "hosts_file": {"type": "path", "default": dockerd.HOSTS_FILE},
+    "daemon_json": {"type": "path", "default": dockerd.DAEMON_JSON},
     "pid_file": {"type": "path", "default": "/var/run/docker.pid"},
     "docker_host": {"type": "str"},
 }
 
-MARK = "# lockstep: the fleet's registry"
 KEY = "insecure-registries"
 # The engine re-reads its configuration at once; a busy one gets this long.
 RELOAD_SECONDS = 10.0
@@ -106,7 +105,7 @@ def hosts_with(text: str, name: str, address: str | None) -> str:
     Raises LockstepError when a line of somebody else's gives the name another address: it would win or lose by chance.
     """
     lines = text.splitlines(keepends=True)
-    others = [line for line in lines if MARK not in line]
+    others = [line for line in lines if dockerd.REGISTRY_MARK not in line]
     for line in others:
         words = line.partition("#")[0].split()
         if address and name in words[1:]:
@@ -122,7 +121,7 @@ def hosts_with(text: str, name: str, address: str | None) -> str:
         return "".join(others)
     if others and not others[-1].endswith("\n"):
         others[-1] += "\n"
-    return "".join([*others, f"{address} {name} {MARK}\n"])
+    return "".join([*others, f"{address} {name} {dockerd.REGISTRY_MARK}\n"])
 
 
 def trusted(info: dict[str, Any], registry: str, address: str | None) -> bool:
@@ -151,7 +150,7 @@ class Access:
         self.params = module.params
         self.client = docker_api.Engine(self.params["docker_host"])
         self.daemon_json = Path(self.params["daemon_json"])
-        self.memory = Path(f"{self.daemon_json}.lockstep")
+        self.memory = dockerd.remembered(self.daemon_json)
         self.hosts = Path(self.params["hosts_file"])
 
     def run(self) -> dict[str, Any]:

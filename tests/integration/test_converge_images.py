@@ -9,11 +9,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fleet
 import pytest
 import yaml
 from playbook import ROOT, Played, run_file, run_playbook
@@ -315,6 +317,29 @@ def test_a_registry_that_cannot_start_is_named_and_the_way_is_closed_again(on, s
     assert state() == before
     assert converge().rc == 0
     assert image_id(on, SECOND, OVERLAY) == right
+
+
+def test_what_a_killed_run_left_open_is_closed_by_the_next(on, state):
+    right = image_id(on, HEAD, OVERLAY)
+    before = state()
+    on(SECOND, f"docker image rm --force {right}")
+    run = fleet.started("converge_images.yml", alone=True)
+    for line in run.stdout:
+        if line.startswith(f"TASK [{ROLE}Have it under its name"):
+            break
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    assert "lockstep-registry" in on(HEAD, "docker ps --format '{{.Names}}'")
+    for host in HOSTS[:2]:
+        assert "# lockstep: the fleet's registry" in on(host, "cat /etc/hosts")
+    predicted = converge("--check")
+    assert predicted.rc == 0, predicted.text
+    assert predicted.results[f"{ROLE}Close the way to the fleet's registry"]["changed"]
+    done = converge()
+    assert done.rc == 0, done.text
+    assert state() == before
+    assert (converge().changed, image_id(on, SECOND, OVERLAY)) == (0, right)
 
 
 def test_an_edited_file_inside_the_image_store_is_found_by_name(on):

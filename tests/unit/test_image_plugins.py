@@ -11,8 +11,9 @@ import yaml
 from ansible.errors import AnsibleFilterError
 from ansible_collections.lockstep.fleet.plugins.action import overlay_build
 from ansible_collections.lockstep.fleet.plugins.filter import image_trouble, images_equal, images_work
+from ansible_collections.lockstep.fleet.plugins.module_utils import dockerd
 from ansible_collections.lockstep.fleet.plugins.module_utils.errors import LockstepError
-from ansible_collections.lockstep.fleet.plugins.modules import registry_access
+from ansible_collections.lockstep.fleet.plugins.modules import rank_facts, registry_access
 from ansible_collections.lockstep.fleet.plugins.test import same_image
 
 
@@ -59,11 +60,22 @@ HOSTS = "127.0.0.1 localhost\n10.0.22.2 spark2 # not lockstep-registry\n"
 
 def test_the_alias_is_one_marked_line_that_comes_and_goes():
     present = registry_access.hosts_with(HOSTS, "lockstep-registry", "10.0.22.1")
-    assert present == HOSTS + f"10.0.22.1 lockstep-registry {registry_access.MARK}\n"
+    assert present == HOSTS + f"10.0.22.1 lockstep-registry {dockerd.REGISTRY_MARK}\n"
     assert registry_access.hosts_with(present, "lockstep-registry", "10.0.22.1") == present
     moved = registry_access.hosts_with(present, "lockstep-registry", "10.0.23.1")
-    assert moved == HOSTS + f"10.0.23.1 lockstep-registry {registry_access.MARK}\n"
+    assert moved == HOSTS + f"10.0.23.1 lockstep-registry {dockerd.REGISTRY_MARK}\n"
     assert registry_access.hosts_with(moved, "lockstep-registry", None) == HOSTS
+
+
+def test_a_way_to_the_registry_is_open_until_both_its_marks_are_gone(tmp_path):
+    hosts, daemon_json = tmp_path / "hosts", tmp_path / "daemon.json"
+    hosts.write_text("10.0.22.1 lockstep-registry\n")  # somebody else's line
+    assert not rank_facts.registry_open(str(hosts), str(daemon_json))
+    dockerd.remembered(daemon_json).write_text("{}")
+    assert rank_facts.registry_open(str(hosts), str(daemon_json))
+    dockerd.remembered(daemon_json).unlink()
+    hosts.write_text(f"10.0.22.1 lockstep-registry {dockerd.REGISTRY_MARK}\n")
+    assert rank_facts.registry_open(str(hosts), str(daemon_json))
 
 
 def test_a_hosts_file_without_a_last_line_break_is_not_glued():
