@@ -144,7 +144,7 @@ def test_two_open_streams_are_what_is_in_flight_and_nothing_afterwards(server):
         held.until_answered()
         # A stream's line comes with its first token, long before its end.
         assert {stream.client for stream in held} <= set(traffic.answers(log.read_text()))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (seen := look(port, log))["running"] != 2:  # both in one of the scheduler's pictures
             assert time.monotonic() < deadline, seen
             time.sleep(0.1)

@@ -85,7 +85,7 @@ def finish(params: dict[str, Any]) -> None:
 
 def at_work(scene: Pack) -> float:
     """Wait until the packing in the container has begun, and return when that was."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not (scene.out / LOCK).exists():
         assert time.monotonic() < until
         time.sleep(0.001)

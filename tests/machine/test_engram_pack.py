@@ -297,7 +297,7 @@ def begin(engine, image, params, place: Path):
     made = engine.api._post_json(engine.api._url("/containers/create"), body, params={"name": module.CONTAINER}).json()
     container = engine.containers.get(made["Id"])
     container.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not list(place.glob(f"*{files.PARTIAL}")):
         assert time.monotonic() < until
         time.sleep(0.001)

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from playbook import Played, run_playbook
+
+# The same tree gets the same answer, however busy the machine is.
+settings.register_profile("lockstep", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lockstep")
 
 
 @pytest.fixture

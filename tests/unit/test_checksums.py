@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_core import checksums
 
@@ -143,7 +143,6 @@ names = st.text(st.characters(blacklist_characters="\0/", blacklist_categories=[
 )
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.dictionaries(names, st.text("0123456789abcdef", min_size=64, max_size=64)))
 def test_format_then_parse_gives_the_same_names_and_hashes(hashes: dict[str, str]) -> None:
     listing = checksums.parse(checksums.format_lines(hashes))

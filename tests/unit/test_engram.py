@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_core import engram, files
 from lockstep_core.errors import LockstepError
@@ -52,9 +52,9 @@ def expected(checkpoint: Path, layer: int = 1, tp: int = 3, rank: int = 1, split
 
 
 def test_the_real_tables_follow_from_the_primes() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     tables = engram.layout(engram.REAL_CONFIG)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert list(tables) == [1, 14]
     # The published first and last primes, and engram_num_embeddings.
     assert tables[1]["columns"][:2] == [16000057, 16000079]
@@ -139,7 +139,6 @@ def test_the_rows_are_those_of_a_real_boot_log() -> None:
     assert ranges[2, 14] == [256011121, 384016682]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 64), st.sampled_from(engram.SPLITS), st.sampled_from([1, 14]))
 def test_every_row_has_exactly_one_rank(tp: int, split: str, layer: int) -> None:
     one = engram.layout(engram.REAL_CONFIG)[layer]
@@ -150,7 +149,6 @@ def test_every_row_has_exactly_one_rank(tp: int, split: str, layer: int) -> None
     assert all(first < end for first, end in ranges)
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.integers(1, 64))
 def test_heads_keeps_columns_whole_where_they_divide_and_is_rows_elsewhere(tp: int) -> None:
     one = engram.layout(engram.REAL_CONFIG)[1]
@@ -805,10 +803,10 @@ def test_every_fault_has_a_next_step() -> None:
 def test_a_look_takes_milliseconds(packed: Path, made: Path) -> None:
     """A file of the real size: nothing that is looked at grows with it."""
     want = expected(made)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(20):
         engram.inspect_shard(packed, want, engram.checkpoint_identity(made, 1))
-    assert (time.perf_counter() - started) / 20 < 0.05
+    assert (time.process_time() - started) / 20 < 0.05
 
 
 @given(st.integers(1, 12), st.sampled_from(engram.SPLITS), st.data())

@@ -185,7 +185,7 @@ def test_a_stopped_run_leaves_no_shard(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "lockstep_tools.pack", *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL
     ) as process:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not list(out.glob(f"*{files.PARTIAL}")):
             assert time.monotonic() < until
             time.sleep(0.001)

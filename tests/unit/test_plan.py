@@ -422,9 +422,9 @@ def test_a_template_fills_several_fields_and_values_with_braces_stay() -> None:
 
 def test_building_a_plan_takes_well_under_a_second() -> None:
     build("e8")
-    start = time.perf_counter()
+    start = time.process_time()
     build("e8")
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

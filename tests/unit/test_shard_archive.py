@@ -536,8 +536,8 @@ def sender(fleet: Fleet) -> int:
 
 
 def ends(pid: int) -> bool:
-    """The process is gone, or goes within ten seconds."""
-    limit = time.monotonic() + 10
+    """The process is gone, or goes within a minute."""
+    limit = time.monotonic() + 60
     while time.monotonic() < limit:
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":

@@ -37,8 +37,8 @@ def test_strangers_do_not_keep_the_sender_out(monkeypatch: pytest.MonkeyPatch) -
         wire.connect("127.0.0.1", port, b"?" * 32)
     began = time.monotonic()
     channel = wire.connect("127.0.0.1", port, KEY)
-    waiting.join(10)
-    assert time.monotonic() - began < 1
+    waiting.join(60)
+    assert time.monotonic() - began < wire.GREET_S, "the silent ones are not waited for"
     channel.say("hello", n=1)
     assert found[0].hear("hello")["n"] == 1
     for one in [*silent, channel, *found, listener]:
@@ -60,7 +60,7 @@ def test_a_receiver_without_the_key_learns_nothing_and_is_refused() -> None:
     thread.start()
     with pytest.raises(LockstepError, match="does not hold this run's key"):
         wire.connect("127.0.0.1", listener.getsockname()[1], KEY)
-    thread.join(10)
+    thread.join(60)
     listener.close()
     assert [len(part) for part in found] == [48, 0]
     assert KEY not in found[0]
@@ -91,7 +91,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     near.close()
     far.close()
     listener.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_nobody_listens_there() -> None:

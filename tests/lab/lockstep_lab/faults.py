@@ -105,7 +105,7 @@ def power_cycle(name: str) -> None:
     """The host loses power and comes back: nothing is shut down, its disk stays. Returns when it answers again."""
     container = host(name)
     container.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while container.status == "running" and time.monotonic() < deadline:
         time.sleep(0.1)
         container.reload()

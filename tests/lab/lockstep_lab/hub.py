@@ -53,7 +53,7 @@ def start(
     )
     container: Container = client.containers.get(made["Id"])
     container.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             with urllib.request.urlopen(f"http://{address(container, network)}:{topology.HUB_PORT}/v2/", timeout=2):
