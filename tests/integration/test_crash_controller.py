@@ -6,11 +6,13 @@ others take its whole process group, as when the controller loses power. Nothing
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
 import signal
+import threading
 import time
 from collections import Counter
 
@@ -48,36 +50,44 @@ class Run:
 
     def __init__(self, arm: str) -> None:
         self.process = fleet.started("serve.yml", "-e", f"arm={arm}", alone=True)
-        assert self.process.stdout is not None
-        self.lines = self.process.stdout
         self.said: list[str] = []
+        self.steps: list[str] = []  # those that have begun, in order
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
 
-    def until(self, task: str) -> bool:
-        """Read on until a task begins; whether it did before the run ended."""
-        for line in self.lines:
-            self.said.append(line)
-            if line.startswith(f"TASK [{task}] "):
-                return True
-        return False
+    def _read(self) -> None:
+        tasks = {f"TASK [{task}]": step for step, (task, _) in STEPS.items()}
+        with self.process.stdout or io.StringIO() as lines:
+            for line in lines:
+                self.said.append(line)
+                if step := tasks.get(line.rstrip("*\n ")):
+                    self.steps.append(step)
 
-    def kill(self, *, group: bool) -> None:
+    def until(self, step: str) -> None:
+        """Wait until a step begins."""
+        while step not in self.steps:
+            assert self.reader.is_alive() or step in self.steps, "".join(self.said)
+            time.sleep(0.01)
+
+    def kill(self, *, group: bool) -> str:
+        """Kill it, and return the step that it had come to: a less busy machine is further than the drawn moment."""
         if group:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
             self.process.kill()
         self.process.wait()
-        self.lines.close()
+        self.reader.join(0.5)  # longer as long as something that it started lives on
+        return self.steps[-1]
 
 
 def timeline(arm: str) -> dict[str, float]:
     """Seconds of each step of one undisturbed swap."""
     run = Run(arm)
     began = {}
-    for step, (task, _) in STEPS.items():
-        assert run.until(task), "".join(run.said)
+    for step in STEPS:
+        run.until(step)
         began[step] = time.monotonic()
-    run.said += run.lines
-    run.lines.close()
+    run.reader.join()
     assert run.process.wait() == 0, "".join(run.said)
     ends = [*list(began.values())[1:], time.monotonic()]
     return {step: end - start for (step, start), end in zip(began.items(), ends, strict=True)}
@@ -120,11 +130,11 @@ def test_the_next_run_repairs_what_a_killed_controller_left(request):
     ]
     source.shuffle(moments)
     histogram, left = Histogram("controller"), Counter[str]()
-    for step, part, group in moments:
+    for drawn, part, group in moments:
         run = Run(other)
-        assert run.until(STEPS[step][0]), "".join(run.said)
-        time.sleep(part * seconds[step])
-        run.kill(group=group)
+        run.until(drawn)
+        time.sleep(part * seconds[drawn])
+        step = run.kill(group=group)
         state = left_behind(now, other)
         left[state] += 1
         histogram.count(f"serve.yml killed, then {state}", step)

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("serving")]
 
 PORT = 8888
 COUNT = 8
-# Four run at once, for 12 s at the simulator's pace of three tokens in 20 ms; the other four follow them.
-TOKENS = 1800
+# Four run at once, for 18 s at the simulator's pace of three tokens in 20 ms; the other four follow them.
+TOKENS = 2700
 # Streams that begin here are open when the swap begins, also when something has to converge before.
 LOCKED = "Take the fleet's lock"
 
