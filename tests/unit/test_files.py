@@ -124,14 +124,16 @@ def test_reading_and_writing_leave_no_page_cache(tmp_path: Path) -> None:
     kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True).stdout
     if kind.strip() in {"tmpfs", "ramfs"}:
         pytest.skip(reason="a file system in memory is page cache; this needs a disk")
+    # The kernel may give some of it to others meanwhile, or read a little ahead.
+    little, most = range(MIB), range(31 * MIB, 32 * MIB + 1)
     write(path, 32 * MIB, blocks(*[8 * MIB] * 4))
-    assert resident(path) == 0
+    assert resident(path) in little
     path.read_bytes()
-    assert resident(path) == 32 * MIB
+    assert resident(path) in most
     files.sha256_file(path, drop_cache=False)
-    assert resident(path) == 32 * MIB
+    assert resident(path) in most
     files.sha256_file(path)
-    assert resident(path) == 0
+    assert resident(path) in little
 
 
 def test_scatter_fills_more_slots_than_one_system_call_takes(tmp_path: Path) -> None:

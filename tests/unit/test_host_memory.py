@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 SIZE = 256 << 20
+# The kernel may give some of it to others meanwhile.
+MOST = range(SIZE * 9 // 10, SIZE + 1)
+LITTLE = range(SIZE // 10)
 
 
 def resident(path: Path) -> int:
@@ -25,14 +28,16 @@ def test_the_page_cache_is_given_back(tmp_path: Path, play: Any) -> None:
     file = tmp_path / "cached"
     file.write_bytes(os.urandom(1 << 20) * (SIZE >> 20))
     os.sync()
-    assert resident(file) == SIZE
+    assert resident(file) in MOST
     task = {"name": "settle", "lockstep.fleet.host_memory": {}}
     foreseen = play([task], "--check")
-    assert (foreseen.rc, foreseen.changed, resident(file)) == (0, 1, SIZE), foreseen.text
+    assert (foreseen.rc, foreseen.changed) == (0, 1), foreseen.text
+    assert resident(file) in MOST
     said = foreseen.results["settle"]
     assert said["after"] == said["before"]
     played = play([task])
-    assert (played.rc, played.changed, resident(file)) == (0, 1, 0), played.text
+    assert (played.rc, played.changed) == (0, 1), played.text
+    assert resident(file) in LITTLE
     said = played.results["settle"]
     assert said["before"]["cached_bytes"] - said["after"]["cached_bytes"] > SIZE // 2
     nothing = play([{"name": "settle", "lockstep.fleet.host_memory": {"drop_caches": False, "compact": False}}])
