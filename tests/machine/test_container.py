@@ -339,11 +339,11 @@ class TestStop:
 
         predicted = stop("--check", "--diff")
         assert (predicted.rc, predicted.changed) == (0, 3), predicted.text
-        assert sum(container.name.startswith(NAME) for container in engine.containers.list()) == 3
+        assert sum(container.name.startswith(NAME) for container in engine.containers.list(ignore_removed=True)) == 3
 
         done = stop()
         assert (done.rc, done.changed) == (0, 3), done.text
-        assert [c.name for c in engine.containers.list(all=True) if c.name.startswith(NAME)] == []
+        assert [c.name for c in engine.containers.list(all=True, ignore_removed=True) if c.name.startswith(NAME)] == []
         kept = {host: tmp_path / host / "logs" / f"{LAUNCH}.log" for host in started}
         assert all("draining" in path.read_text() for path in kept.values())
         assert kept["spark1"].stat().st_mtime < min(kept[host].stat().st_mtime for host in ("spark2", "spark3"))

@@ -233,7 +233,9 @@ def test_what_is_not_as_its_name_says_is_left_to_the_engine(engine, registry, ge
 
 def test_a_registry_whose_storage_is_damaged(start, engine, get):
     address = start()
-    (container,) = [one for one in engine.containers.list() if address.split(":")[1] in str(one.ports)]
+    (container,) = [
+        one for one in engine.containers.list(ignore_removed=True) if address.split(":")[1] in str(one.ports)
+    ]
     (volume,) = [Path(one["Source"]) for one in container.attrs["Mounts"] if one["Destination"] == "/blobs"]
 
     def restarted() -> str:

@@ -249,7 +249,7 @@ def wait_ready(container: Container, host: topology.Host, *, timeout_s: float = 
 
 def ours(client: docker.DockerClient) -> list[Container]:
     """Every container of the lab, running or not; also a host that a test has started beside the fleet."""
-    return list(client.containers.list(all=True, filters={"label": outer.PART}))
+    return list(client.containers.list(all=True, ignore_removed=True, filters={"label": outer.PART}))
 
 
 def wipe(path: Path) -> None:
