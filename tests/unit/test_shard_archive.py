@@ -164,9 +164,11 @@ def sums_hold(directory: Path) -> bool:
 def at_work(fleet: Fleet) -> set[str]:
     """Processes that hold a lock of the move: senders and receivers."""
     found = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            found |= {link.parts[2]} if str(link.readlink()).startswith(str(fleet.run_dir)) else set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while it was looked at
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    found |= {process.name} if str(link.readlink()).startswith(str(fleet.run_dir)) else set()
     return found
 
 
