@@ -184,11 +184,11 @@ def free_spark2() -> None:
     free = sh(_ssh(FULL_HOST, f"df --output=avail -BM {OLD_SHARDS} | tail -1")).strip()
     with step(f"{FULL_HOST} has {free} free; moving its old shards to {ARCHIVE_HOST}:{ARCHIVE}, as the operator did"):
         sums = _sums(FULL_HOST, OLD_SHARDS)
-        read = subprocess.Popen(_ssh(FULL_HOST, f"tar -C {OLD_SHARDS} -cf - ."), stdout=subprocess.PIPE)
-        write = subprocess.run(
-            _ssh(ARCHIVE_HOST, f"mkdir -p {ARCHIVE} && tar -C {ARCHIVE} -xf -"), stdin=read.stdout, check=False
-        )
-        if write.returncode or read.wait():
+        with subprocess.Popen(_ssh(FULL_HOST, f"tar -C {OLD_SHARDS} -cf - ."), stdout=subprocess.PIPE) as read:
+            write = subprocess.run(
+                _ssh(ARCHIVE_HOST, f"mkdir -p {ARCHIVE} && tar -C {ARCHIVE} -xf -"), stdin=read.stdout, check=False
+            )
+        if write.returncode or read.returncode:
             raise LabError(f"copying {FULL_HOST}:{OLD_SHARDS} to {ARCHIVE_HOST}:{ARCHIVE} failed; nothing was removed")
         there = _sums(ARCHIVE_HOST, ARCHIVE)
         if there != sums:

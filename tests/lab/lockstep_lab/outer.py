@@ -81,7 +81,8 @@ def _start_engine() -> None:
     # A stale pid file of an engine that was killed would stop the new one.
     Path("/var/run/docker.pid").unlink(missing_ok=True)
     with _LOG.open("ab") as log:
-        subprocess.Popen(["dockerd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
+        daemon = ["setsid", "--fork", "dockerd"]
+        subprocess.run(daemon, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", check=True)
 
 
 def installed() -> bool:

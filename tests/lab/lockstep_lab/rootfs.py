@@ -68,11 +68,11 @@ def image(client: docker.DockerClient, name: str, suite: str, packages: Sequence
         client.images.get(f"{repository}:{tag}")
     except docker.errors.ImageNotFound:
         with step(f"importing {path.name} ({path.stat().st_size >> 20} MiB)"):
-            unpack = subprocess.Popen(["zstd", "-dc", str(path)], stdout=subprocess.PIPE)
-            answer = client.api.import_image_from_stream(
-                unpack.stdout, repository=repository, tag=tag, changes=[f"LABEL {outer.LABEL}=1"]
-            )
-            if unpack.wait() or '"error"' in answer:
+            with subprocess.Popen(["zstd", "-dc", str(path)], stdout=subprocess.PIPE) as unpack:
+                answer = client.api.import_image_from_stream(
+                    unpack.stdout, repository=repository, tag=tag, changes=[f"LABEL {outer.LABEL}=1"]
+                )
+            if unpack.returncode or '"error"' in answer:
                 raise LabError(
                     f"docker import of {path} failed: {answer.strip()[-300:]}", f"remove {path} and try again"
                 ) from None
