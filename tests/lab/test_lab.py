@@ -20,7 +20,7 @@ import docker
 import httpx
 import pytest
 import yaml
-from lockstep_lab import faults, machine, paths
+from lockstep_lab import faults, machine, outer, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("spark1", "spark2", "spark3")
@@ -64,6 +64,7 @@ def made() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def before() -> machine.Machine:
+    outer.engine()  # where none was, it sets up the machine's forwarding for good; that is not the lab's doing
     lab("down")
     return machine.look()
 
