@@ -70,8 +70,10 @@ class Fleet:
         self.boots = 0
 
     def order(self, rank: int, faults: dict[str, Any]) -> None:
-        """Write a rank's fault file."""
-        (self.place / f"faults{rank}.json").write_text(json.dumps(faults))
+        """Write a rank's fault file; the rank may be reading it."""
+        aside = self.place / f"faults{rank}.json.new"
+        aside.write_text(json.dumps(faults))
+        aside.replace(self.place / f"faults{rank}.json")
 
     def boot(self, *, ranks: tuple[int, ...] = (1, 2, 0), ep: int = 3, **env: str) -> None:
         """Start ranks, workers first."""
@@ -106,7 +108,7 @@ class Fleet:
     def facts(self, rank: int) -> dict[str, Any]:
         return dict(enginelog.facts(self.log(rank)))
 
-    def wait(self, condition: Any, what: str, seconds: float = 40) -> None:
+    def wait(self, condition: Any, what: str, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.log(0)[-2000:]}"
@@ -133,7 +135,7 @@ class Fleet:
         self.processes[0].send_signal(signal.SIGTERM)
         return self.ended()
 
-    def ended(self, seconds: float = 20) -> list[int]:
+    def ended(self, seconds: float = 60) -> list[int]:
         """Exit codes by rank, once all have ended."""
         return [self.processes[rank].wait(seconds) for rank in sorted(self.processes)]
 
@@ -286,11 +288,19 @@ def test_abort_ends_a_generation_early(serving):
 
 def test_many_streams_are_whole_though_only_four_run_at_once(serving):
     """Each has every byte of an undisturbed run, and its access line at its first token."""
-    with streams("127.0.0.1", serving.port, 1, 60) as alone:
-        (undisturbed,) = alone.until_ended()
-    with streams("127.0.0.1", serving.port, 9, 60) as held:
-        serving.wait(lambda: load(serving)["num_waiting_reqs"] == 5, "five wait")
+    lines: dict[str, Any] = {}
+
+    def five_wait() -> bool:
+        """Before and after the log was read: what it has is of the four that run."""
+        nonlocal lines
+        before = load(serving)["num_waiting_reqs"]
         lines = traffic.answers(serving.log(0))
+        return bool(before == load(serving)["num_waiting_reqs"] == 5)
+
+    with streams("127.0.0.1", serving.port, 1, 300) as alone:
+        (undisturbed,) = alone.until_ended()
+    with streams("127.0.0.1", serving.port, 9, 300) as held:
+        serving.wait(five_wait, "five wait")
         assert sum(stream.client in lines for stream in held) <= 4, "a request that waits has no access line"
         held.until_ended()
     assert all(stream.whole and stream.same_bytes() == undisturbed.same_bytes() for stream in held)
@@ -302,37 +312,55 @@ def test_abort_all_ends_streams_and_those_that_wait(serving):
         held.until_answered(4)
         serving.wait(lambda: load(serving)["num_waiting_reqs"] == 2, "two wait")
         assert serving.get("/abort_request", {"abort_all": True})[0] == 200
-        held.until_ended(10)
+        held.until_ended(60)
     assert [(stream.whole, stream.finish_reason) for stream in held] == [(True, "abort")] * 6
     assert load(serving)["num_running_reqs"] == 0
 
 
-def test_a_load_is_a_picture_of_some_steps_ago(serving):
+def test_a_load_is_a_picture_of_some_steps_ago(tmp_path):
     """As in the engine: a request's first steps are in no count, and what shows is that the picture grows old."""
-    idle = load(serving)
-    assert time.time() - idle["timestamp"] < 0.5
+    program = (
+        "from types import SimpleNamespace\n"
+        "from lockstep_sim.generation import Generator\n"
+        "args = SimpleNamespace(speculative_algorithm=None, max_running_requests=4, decode_log_interval=40)\n"
+        "made = Generator(args, 4096)\n"
+        "steps = made.run(made.request('x', 'go', 100, ignore_eos=True))\n"
+        "print([made.load()['num_running_reqs'] for _ in zip(range(20), steps)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": PYTHONPATH, "LOCKSTEP_SIM_FAULTS": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stderr, done.stdout) == ("", f"{[0] * 14 + [1] * 6}\n")
+
+
+def test_a_load_is_fresh_while_nothing_runs_and_counts_what_does(serving):
+    asked = time.time()
+    assert load(serving)["timestamp"] >= asked
     with streams("127.0.0.1", serving.port, 1, 100000) as held:
         held.until_answered()
-        assert load(serving)["num_running_reqs"] == 0
-        serving.wait(lambda: load(serving)["num_running_reqs"] == 1, "counted", 3)
-    serving.wait(lambda: load(serving)["num_running_reqs"] == 0, "the client hung up", 3)
+        serving.wait(lambda: load(serving)["num_running_reqs"] == 1, "counted")
+    serving.wait(lambda: load(serving)["num_running_reqs"] == 0, "the client hung up")
 
 
 def test_a_connection_with_its_answer_is_kept_for_five_seconds(serving):
     kept = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=20)
     for _ in range(2):
+        begun = time.monotonic()
         kept.request("GET", "/v1/models")
         assert kept.getresponse().read()
-    begun = time.monotonic()
     assert kept.sock.recv(1) == b""
-    assert 4 < time.monotonic() - begun < 7
+    assert 5 <= time.monotonic() - begun < 20
     kept.close()
 
 
 def test_a_scheduler_that_hangs_while_the_api_answers(fleet):
     fleet.boot()
     fleet.until_ready()
-    with streams("127.0.0.1", fleet.port, 2, 600) as held:
+    with streams("127.0.0.1", fleet.port, 2, 100000) as held:
         held.until_answered()
         fleet.order(0, {"hang": "serve"})
         fleet.wait(lambda: time.time() - load(fleet)["timestamp"] > 1.5, "the picture grows old")
@@ -342,7 +370,7 @@ def test_a_scheduler_that_hangs_while_the_api_answers(fleet):
         assert [len(stream.raw) for stream in held] == said
         assert fleet.get("/v1/models")[0] == 200
         fleet.order(0, {})
-        held.until_ended(10)
+        held.until_ended(60)
     assert [stream.finish_reason for stream in held] == ["abort"] * 2
 
 
@@ -409,7 +437,7 @@ def test_health_is_503_until_ready_and_a_hang_ends_on_sigterm(fleet):
     assert fleet.get("/v1/models")[0] == 200  # earlier than ready, as in the engine
     assert fleet.get("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})[0] == 503
     fleet.processes[1].send_signal(signal.SIGTERM)
-    assert fleet.processes[1].wait(10) == 0
+    assert fleet.processes[1].wait(60) == 0
 
 
 @pytest.mark.parametrize(
@@ -446,7 +474,7 @@ def test_not_a_number(fleet):
 
 
 def test_a_worker_that_dies_while_serving_takes_all_down(fleet):
-    fleet.order(1, {"die": {"rank": 1, "after_s": 0.2, "from": "ready"}})
+    fleet.order(1, {"die": {"rank": 1, "after_s": 2, "from": "ready"}})
     fleet.boot()
     assert fleet.ended() == [1, 137, 1]
     assert "ready to roll" in fleet.log(0)
@@ -456,12 +484,12 @@ def test_a_worker_that_dies_while_serving_takes_all_down(fleet):
 def test_a_slow_drain(fleet):
     fleet.boot()
     fleet.until_ready()
-    fleet.order(0, {"slow_drain_s": 1.5})
+    fleet.order(0, {"slow_drain_s": 4})
     begun = time.monotonic()
     fleet.processes[0].send_signal(signal.SIGTERM)
     fleet.wait(lambda: fleet.get("/health")[0] == 503, "draining")
     assert fleet.ended() == [0, 0, 0]
-    assert time.monotonic() - begun > 1.5
+    assert time.monotonic() - begun > 4
 
 
 def test_a_worker_waits_for_the_head_to_stop_it(fleet):
