@@ -486,7 +486,7 @@ def test_a_kill_at_any_moment_leaves_what_the_next_run_completes(tmp_path: Path)
         "def slow(offset, sha256):\n"
         "    for block in test_files.Source()(offset, sha256):\n"
         "        yield block\n"
-        "        time.sleep(0.01)\n"
+        "        time.sleep(0.05)\n"
         "files.write_blocks(sys.argv[1], 33 * test_files.PIECE + 77, slow, identity='one', readback=True)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "x"), str(Path(__file__).parent)]
