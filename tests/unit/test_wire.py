@@ -21,7 +21,7 @@ KEY = bytes(range(32))
 
 
 def test_strangers_do_not_keep_the_sender_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "GREET_S", 2)
+    monkeypatch.setattr(wire, "GREET_S", 20)
     listener = wire.listen("127.0.0.1")
     port = listener.getsockname()[1]
     found: list[wire.Channel] = []
@@ -78,6 +78,7 @@ def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LockstepError, match="the connection to the other side was lost"):
         wire.connect("127.0.0.1", listener.getsockname()[1], KEY)
     # Proved itself, and then says nothing, or takes nothing.
+    monkeypatch.setattr(wire, "GREET_S", 10)
     near, far = socket.socketpair()
     other: list[wire.Channel] = []
     thread = threading.Thread(target=lambda: other.append(wire.Channel(far, KEY, "receiver")))
@@ -180,7 +181,7 @@ def test_a_stream_arrives_as_it_was_whatever_its_pieces(
     with ThreadPoolExecutor() as pool:
         came = pool.submit(lambda: list(wire.receive_stream(receiver, said)))
         sent = wire.send_stream(sender, (rest.read(size) for size in sizes), told.append)
-        blocks = came.result(10)
+        blocks = came.result(60)
     assert b"".join(blocks) == whole
     assert max(map(len, blocks), default=0) <= 1000
     assert sum(told) == len(whole)
@@ -204,14 +205,15 @@ def test_what_is_fed_with_a_stream_gets_its_last_block_only_when_all_is_proven(
             sender.give(memoryview(block))
         sender.say("end", bytes=2010, sha256="0" * 64)
         with pytest.raises(LockstepError, match="what arrived is not what was sent"):
-            fed.result(10)
+            fed.result(60)
     assert got == [b"a" * 1000, b"b" * 1000]
 
 
 def test_a_source_that_takes_its_time_is_waited_for_and_a_lost_one_is_not(
-    ends: tuple[wire.Channel, wire.Channel],
+    ends: tuple[wire.Channel, wire.Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = ends
+    monkeypatch.setattr(wire, "_ALIVE_S", 0.2)
     for end in ends:
         end._limit(2)
 
@@ -222,9 +224,9 @@ def test_a_source_that_takes_its_time_is_waited_for_and_a_lost_one_is_not(
     with ThreadPoolExecutor() as pool:
         came = pool.submit(lambda: list(wire.receive_stream(receiver, {})))
         wire.send_stream(sender, slow(), lambda _: None)
-        assert came.result(10) == [b"first"]
+        assert came.result(60) == [b"first"]
         lost = pool.submit(lambda: list(wire.receive_stream(receiver, {})))
         sender.say("more", bytes=5)
         sender.close()
         with pytest.raises(wire.Lost):
-            lost.result(10)
+            lost.result(60)
