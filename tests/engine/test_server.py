@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ def test_the_lines_come_from_the_scheduler_which_holds_the_shards_open(server):
         try:
             if os.getsid(int(process.name)) != leader:
                 continue
-            opened = [entry.readlink().name for entry in (process / "fd").iterdir()]
+            opened = []
+            for entry in (process / "fd").iterdir():
+                with suppress(OSError):  # it may be closed by now
+                    opened.append(entry.readlink().name)
             title = (process / "cmdline").read_bytes().split(b"\0")[0].decode()
         except OSError:  # a process that has just ended
             continue
@@ -158,7 +161,7 @@ def test_two_open_streams_are_what_is_in_flight_and_nothing_afterwards(server):
         )
         with urllib.request.urlopen(abort, timeout=20) as got:  # noqa: S310 - http only
             assert got.status == 200
-        held.until_ended(20)
+        held.until_ended(60)
     assert [(stream.whole, stream.finish_reason) for stream in held] == [(True, "abort")] * 2
     assert look(port, log)["state"] == "idle"
 
@@ -167,15 +170,17 @@ def test_a_health_probe_is_no_traffic(server):
     """It makes a token of its own and takes a second, without an access line until its end."""
     port, log, _ = server
     url = f"http://127.0.0.1:{port}/health"
-    probe = threading.Thread(target=lambda: urllib.request.urlopen(url, timeout=20).close())
+    probe = threading.Thread(target=lambda: urllib.request.urlopen(url, timeout=60).close())
     probe.start()
-    states = []
+    seen = []
     while probe.is_alive():
-        states.append(look(port, log)["state"])
+        seen.append(look(port, log))
         time.sleep(0.05)
     probe.join()
-    assert "quiet" in states
-    assert "busy" not in states
+    assert "quiet" in {one["state"] for one in seen}
+    assert not any(one["running"] or one["waiting"] for one in seen)
+    # On a busy machine the scheduler may take its next picture late.
+    assert all(one["age"] >= traffic.STALE_S for one in seen if one["state"] == "busy")
 
 
 def test_the_other_build_under_the_same_tag_answers_otherwise(site, environment, tmp_path):
