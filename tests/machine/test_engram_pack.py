@@ -22,6 +22,14 @@ from lockstep_lab import checkpoint as lab
 from playbook import ROOT, run_file, spoken
 
 IMAGE = "lockstep-test:pack"
+# For a container that is told so: some seconds for each layer, so that there is time to hold it halfway.
+SLOW = b"""import os
+if os.environ.get("SLOW"):
+    import time
+    from lockstep_core import files
+    real = files.Reader.scatter
+    files.Reader.scatter = lambda *given: (time.sleep(0.2), real(*given))[1]
+"""
 PROGRESS = re.compile(
     r"spark2: layer 1 (written|resumed|read back|checked) +\d+ %, [\d,]+ of [\d,]+ MB, \d+ MB/s; "
     r"all [\d,]+ of [\d,]+ MB, eta (\d+|\?) s\n"
@@ -31,13 +39,13 @@ FILES = ["engram-l1-r1of3.bin", "engram-l14-r1of3.bin"]
 
 @pytest.fixture(scope="module")
 def engine():
-    with closing(docker.from_env()) as client:
+    with closing(docker.from_env(timeout=600)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def image(engine):
-    yield pack_image.make(engine, IMAGE)
+    yield pack_image.make(engine, IMAGE, {"sitecustomize.py": SLOW})
     engine.images.remove(IMAGE, force=True)
 
 
@@ -294,6 +302,7 @@ def begin(engine, image, params, place: Path):
     """A packing that an interrupted playbook left: started as the module starts it, and held halfway."""
     place.mkdir(exist_ok=True)
     body = module.body(image.id, params)
+    body["Env"].append("SLOW=1")
     made = engine.api._post_json(engine.api._url("/containers/create"), body, params={"name": module.CONTAINER}).json()
     container = engine.containers.get(made["Id"])
     container.start()
