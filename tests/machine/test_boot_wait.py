@@ -35,7 +35,8 @@ LOST = (
     "[2026-11-29 11:35:41 TP{rank}] Scheduler hit an exception: Traceback (most recent call last):\n"
     "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.22.1]:1\n"
 )
-# Plays /log: a line that is "PAUSE seconds" waits, "EXIT code" ends. With a port it serves /health and a completion.
+# Plays /log: a line that is "PAUSE seconds" or "UNTIL time" waits, "EXIT code" ends.
+# With a port it serves /health and a completion.
 PLAYER = r"""
 import http.server, json, sys, threading, time
 state = {"ready": False}
@@ -60,6 +61,7 @@ if sys.argv[1] != "0":
 for line in open("/log", newline="\n"):
     word, _, value = line.strip().partition(" ")
     if word == "PAUSE": time.sleep(float(value))
+    elif word == "UNTIL": time.sleep(max(0, float(value) - time.time()))
     elif word == "EXIT": sys.exit(int(value))
     else:
         sys.stderr.write(line); sys.stderr.flush()
@@ -231,9 +233,11 @@ def test_the_first_fatal_line_ends_all_waits(ranks, follow, port):
     """spark3 dies for memory, the others only see its connection close: it is named, whoever spoke first."""
     until_weights = boot_of("worker").split("[2026-11-29 11:35:41")[0]
     head = boot_of("head").split("[2026-11-29 11:35:41")[0]
-    ranks("spark1", head + "PAUSE 6\n" + LOST.format(rank=0), port)
+    # The head speaks a second before; where starting a container takes long, the cause is there first.
+    speaks = time.time() + 8
+    ranks("spark3", until_weights.replace("TP1", "TP2") + f"UNTIL {speaks + 1}\n" + OOM + "EXIT 1\n")
     ranks("spark2", until_weights + "PAUSE 600\n")
-    ranks("spark3", until_weights.replace("TP1", "TP2") + "PAUSE 6\n" + OOM + "EXIT 1\n")
+    ranks("spark1", head + f"UNTIL {speaks}\n" + LOST.format(rank=0), port)
     got = follow(ALL, timeout=100, wait=10)
     assert got.rc == 2
     said = {host: result["msg"] for host, result in got.results.items()}
