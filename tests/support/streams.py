@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Self
 
 # What differs between two runs of one prompt: the request's id and the second in which its answer began.
@@ -61,7 +61,7 @@ class Stream(threading.Thread):
 
     def hang_up(self) -> None:
         """Close the connection, whatever is still to come."""
-        if self.connection.sock is not None:
+        with contextlib.suppress(OSError, AttributeError):  # it ends by itself meanwhile
             self.connection.sock.shutdown(2)
         self.join(30)
 
@@ -121,7 +121,7 @@ class Streams(list[Stream]):
         return self
 
 
-@contextmanager
+@contextlib.contextmanager
 def streams(host: str, port: int, count: int, max_tokens: int, **options: Any) -> Iterator[Streams]:
     """So many streams, each with a prompt of its own; what is still open at the end is hung up."""
     held = Streams(Stream(host, port, f"go on, number {number}", max_tokens, **options) for number in range(count))
