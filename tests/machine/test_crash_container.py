@@ -21,7 +21,7 @@ from crash_scenes import LOCK, RANK, TP, Pack
 from docker.models.images import Image
 from lockstep_lab import checkpoint as lab
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 IMAGE = "lockstep-test:crash"
 KILLS = 12
@@ -32,7 +32,7 @@ SMALL_STEPS = b"from lockstep_core import files\nfiles.MARK_EVERY = files.DROP_E
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[docker.DockerClient]:
-    with closing(docker.from_env()) as client:
+    with closing(docker.from_env(timeout=600)) as client:
         yield client
 
 
@@ -119,8 +119,10 @@ def test_a_killed_container(engine, scene, params, request) -> None:
         try:
             container.kill("SIGKILL")
         except docker.errors.APIError:  # it had ended
+            takes *= 0.8
             continue
         if container.wait()["StatusCode"] == 0:  # it had ended, and the engine did not know yet
+            takes *= 0.8
             continue
         came = where(scene)
         with pytest.raises(LockstepError, match=r"packing failed\n  found: exit status 137"):

@@ -10,7 +10,7 @@ import pytest
 from crash import AFTER, BEFORE, MIDDLE, STAGES, Call, Ended, Moment, moments
 from crash_scenes import Archive, Pack, Scene, killed_and_run_again
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 FIRST = "engram-l1-r1of2.bin"
 

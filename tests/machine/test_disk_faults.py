@@ -17,7 +17,7 @@ from ansible_collections.lockstep.fleet.plugins.module_utils.errors import Locks
 from crash import BEFORE, Ended, Launcher, Moment
 from crash_scenes import LOCK, Archive, Move, Pack, Restore, Scene, names_are, shard_rows, standing
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 FIRST = "engram-l1-r1of2.bin"
 

@@ -50,8 +50,8 @@ _SOCKET_CALLS = {"read": ("recv", "recv_into"), "write": ("send", "sendall", "se
 _PAGE = 4096
 # The block of the disk that a block of a file lies in.
 _FIBMAP = 1
-# A job that has not ended by then is aborted.
-HANGS_S = 60.0
+# A job that has not ended by then is aborted; while one is held, the time stands still.
+HANGS_S = 100.0
 # EXT4_IOC_SHUTDOWN with EXT4_GOING_FLAGS_NOLOGFLUSH: nothing more reaches the disk, the journal included.
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, struct.pack("I", 2)
 
@@ -143,7 +143,7 @@ class Launcher:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
     def run(self, *jobs: Job, while_held: Callable[[], object] | None = None) -> list[Ended]:
@@ -255,7 +255,7 @@ def mount(image: Path, mounted: Path, options: str = "rw") -> None:
 
 def unmount(mounted: Path) -> None:
     """Unmount; a loop device in it, or a process that was just killed, may take a moment to let go."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while subprocess.run(["umount", mounted], check=False, stderr=subprocess.DEVNULL).returncode:
         if time.monotonic() > until:
             # A mount that stays is in the way of whoever clears these directories away.
@@ -276,18 +276,23 @@ def power_off(mounted: Path) -> None:
     os.close(disk)
 
 
-def power_back(mounted: Path) -> None:
-    """Mount again what lost its power: what was not flushed is gone, the journal is replayed.
+def released(image: Path) -> None:
+    """Wait until nothing has an unmounted image.
 
     A container that starts has a copy of every mount for a moment. As long as that keeps the file system alive, a new
-    mount would be of the one without power.
+    mount would be of the same one: without power after a cut, busy with other options.
     """
-    unmount(mounted)
-    image = mounted.with_suffix(".img")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while subprocess.run(["losetup", "--associated", image], check=True, stdout=subprocess.PIPE).stdout:
         assert time.monotonic() < until, f"{image} stays in use"
         time.sleep(0.05)
+
+
+def power_back(mounted: Path) -> None:
+    """Mount again what lost its power: what was not flushed is gone, the journal is replayed."""
+    unmount(mounted)
+    image = mounted.with_suffix(".img")
+    released(image)
     mount(image, mounted)
 
 
@@ -312,6 +317,7 @@ def unreadable(mounted: Path, paths: Iterable[Path], option: str = "ro") -> Iter
     last = max(places, key=lambda path: places[path][-1])
     cut = places[last][-len(places[last]) // 8]
     unmount(mounted)
+    released(image)
     with image.open("r+b") as disk:
         disk.seek(cut)
         tail = disk.read()
@@ -324,6 +330,7 @@ def unreadable(mounted: Path, paths: Iterable[Path], option: str = "ro") -> Iter
             disk.write(tail)
             disk.flush()
             unmount(mounted)
+            released(image)
             mount(image, mounted)
 
 
@@ -606,7 +613,9 @@ def _serve() -> None:
                     until += HANGS_S
             elif os.WIFSTOPPED(status):
                 print(json.dumps({"ended": None}), flush=True)  # noqa: T201 - the answer
+                held = time.monotonic()
                 sys.stdin.readline()
+                until += time.monotonic() - held
                 os.kill(pid, signal.SIGCONT)
             else:
                 ended[running.pop(pid)] = os.waitstatus_to_exitcode(status)

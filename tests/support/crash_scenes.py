@@ -31,6 +31,9 @@ SETTINGS = {
     "lockstep_core.files.BLOCK": 1 << 18,
     "lockstep_core.files.DROP_EVERY": 1 << 18,
     "lockstep_core.files.MARK_EVERY": 1 << 19,
+    # No signs of life: how many there are depends on how busy this machine is, and so would the calls of a run.
+    "lockstep_core.wire._ALIVE_S": 3600.0,
+    "lockstep_core.wire.GREET_S": 60,
 }
 
 # --- what is right, worked out here -----------------------------------------------------------------------------------
