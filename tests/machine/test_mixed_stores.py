@@ -17,7 +17,8 @@ import yaml
 from lockstep_lab import hub, inventory, nodes, outer, topology
 from playbook import ROOT, Played, run_file
 
-pytestmark = pytest.mark.timeout(300)
+# The first test may have to download what the hosts are made of.
+pytestmark = pytest.mark.timeout(900)
 
 HUB = "stores-hub"
 REGISTRY = f"10.77.0.60:{topology.HUB_PORT}"

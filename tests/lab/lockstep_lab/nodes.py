@@ -211,7 +211,7 @@ def run(container: Container, command: Sequence[str], *, user: str = "root") -> 
     return text
 
 
-def wait_ready(container: Container, host: topology.Host, *, timeout_s: float = 60) -> str:
+def wait_ready(container: Container, host: topology.Host, *, timeout_s: float = 180) -> str:
     """Wait until sshd and the host's engine answer and its LAN is where it should be; returns its host key.
 
     The key is read inside the host, by this machine's engine: nothing is believed that came over the network.

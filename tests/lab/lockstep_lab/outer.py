@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ PART = "lockstep.lab.part"
 """Carried by every container and network of the lab. Not an image's: a container inherits those, whoever starts it."""
 
 _LOG = Path("/var/log/lockstep-dockerd.log")
+_APT = Path("/run/lock/lockstep-apt.lock")
 
 
 def _debian_like() -> bool:
@@ -50,13 +52,17 @@ def need_packages(*names: str) -> None:
         raise LabError(
             f"missing on this machine: {' '.join(names)}", f"install them (apt-get install {' '.join(names)})"
         )
-    with step(f"installing {' '.join(names)}"):
+    # One at a time: apt-get update does not wait for another one's lock.
+    with step(f"installing {' '.join(names)}"), _APT.open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         sh(["apt-get", "update", "-qq"])
         sh(
             [
                 "env",
                 "DEBIAN_FRONTEND=noninteractive",
                 "apt-get",
+                "-o",
+                "DPkg::Lock::Timeout=300",
                 "install",
                 "-y",
                 "-qq",
