@@ -28,7 +28,7 @@ ENGINE = "trap 'echo draining; exit 7' TERM; echo ready; echo trouble >&2; while
 
 @pytest.fixture(scope="module")
 def engine():
-    with closing(docker.from_env()) as client:
+    with closing(docker.from_env(timeout=600)) as client:
         yield client
 
 

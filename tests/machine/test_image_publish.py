@@ -65,7 +65,7 @@ LAYERS = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[docker.DockerClient]:
-    with closing(docker.from_env()) as client:
+    with closing(docker.from_env(timeout=600)) as client:
         yield client
 
 
