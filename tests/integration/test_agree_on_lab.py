@@ -45,8 +45,8 @@ def another_kernel() -> AbstractContextManager[None]:
 
 
 def clock_ahead() -> AbstractContextManager[None]:
-    """The rank's Python reads a clock that is 90 s ahead. The machine's own clock is nobody's to touch."""
-    line = "import time; time.time = lambda real=time.time: real() + 90"
+    """The rank's Python reads a clock that is 900 s ahead. The machine's own clock is nobody's to touch."""
+    line = "import time; time.time = lambda real=time.time: real() + 900"
     path = "$(python3 -c 'import site; print(site.getsitepackages()[0])')"
     return done(SECOND, f"mkdir -p {path} && echo '{line}' >{path}/ahead.pth", f"rm {path}/ahead.pth")
 

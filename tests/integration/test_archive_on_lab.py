@@ -157,16 +157,16 @@ def test_an_interrupted_fabric_ends_the_move_and_the_next_run_goes_on() -> None:
     )
     sums = fleet.on(HEAD, f"cd {place} && sha256sum *.bin")
     move = ("-l", HEAD, "-e", f"archive_from={place}", "-e", f"archive_to={THIRD}:/home/ops/large")
-    cut = "iptables -I INPUT -s 10.0.23.3 -j DROP; iptables -I OUTPUT -d 10.0.23.3 -j DROP"
-    mend = "iptables -D INPUT -s 10.0.23.3 -j DROP; iptables -D OUTPUT -d 10.0.23.3 -j DROP"
+    # On the receiver, by the shell that watches it: the move is short.
+    cut = "iptables -I INPUT -s 10.0.23.1 -j DROP; iptables -I OUTPUT -d 10.0.23.1 -j DROP"
+    mend = "iptables -D INPUT -s 10.0.23.1 -j DROP; iptables -D OUTPUT -d 10.0.23.1 -j DROP"
     watch = "until [ -e /home/ops/large/engram-l1-r0of2.bin.partial.json ]; do sleep 0.05; done"
     with playing_of("archive_engram.yml", *move) as playing:
-        fleet.on(THIRD, watch)
-        fleet.on(HEAD, cut)
         try:
+            fleet.on(THIRD, f"{watch}; {cut}")
             text = playing.communicate(timeout=150)[0]
         finally:
-            fleet.on(HEAD, mend)
+            fleet.on(THIRD, mend)
     assert playing.returncode != 0
     assert "the connection to the other side was lost" in text
     assert "next step: run again" in text

@@ -31,7 +31,7 @@ def untouched() -> Iterator[None]:
     before = fleet.containers()
     yield
     assert fleet.containers() == before
-    assert httpx.get(f"http://{ADDRESS[HEAD]}:8888/health").status_code == httpx.codes.OK
+    assert httpx.get(f"http://{ADDRESS[HEAD]}:8888/health", timeout=60).status_code == httpx.codes.OK
 
 
 def one_off(**keys: str) -> str:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,7 @@ def test_a_registry_that_cannot_start_is_named_and_the_way_is_closed_again(on, s
     before = state()
     on(HEAD, "systemd-run --quiet --unit=taken python3 -m http.server 5100")
     try:
+        on(HEAD, "until ss -Hltn sport = :5100 | grep -q .; do sleep 0.1; done")
         done = converge()
         assert done.rc != 0
         said = done.results[f"{ROLE}Say why the images could not be published"]["msg"]
@@ -494,7 +496,10 @@ def test_a_stream_that_is_cut_leaves_nothing_and_the_next_run_sends_it_again(on,
     done = converge(*STREAM)
     assert done.rc != 0
     assert f"{SECOND}: the connection to the other side was lost" in done.text
-    # The other worker has its own, and the head is as it was.
+    # The other worker has its own, and the head is as it was. The engine clears up a little after its answer.
+    until = time.monotonic() + 60
+    while on(SECOND, layers) != kept and time.monotonic() < until:
+        time.sleep(0.5)
     after = state()
     assert (after[HEAD], after[SECOND], on(SECOND, layers)) == (before[HEAD], before[SECOND], kept)
     assert {name: image_id(on, DRIFTED, name) for name in (TAG, OVERLAY)} == right

@@ -22,7 +22,7 @@ import pytest
 from crash import Histogram
 from fleet import ADDRESS, CONTAINER, HEAD, HOSTS, STATE_DIR
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("serving")]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("serving")]
 
 SEED = "2026-11-29"
 # Steps of a swap, each by the first task of it, and how many kills are drawn in it: 30 in all.
@@ -51,7 +51,7 @@ class Run:
     def __init__(self, arm: str) -> None:
         self.process = fleet.started("serve.yml", "-e", f"arm={arm}", alone=True)
         self.said: list[str] = []
-        self.steps: list[str] = []  # those that have begun, in order
+        self.steps: list[str] = []  # those that have begun, in order; to prove, every rank is looked at again
         self.reader = threading.Thread(target=self._read)
         self.reader.start()
 
@@ -60,7 +60,8 @@ class Run:
         with self.process.stdout or io.StringIO() as lines:
             for line in lines:
                 self.said.append(line)
-                if step := tasks.get(line.rstrip("*\n ")):
+                step = tasks.get(line.rstrip("*\n "))
+                if step and step not in self.steps:
                     self.steps.append(step)
 
     def until(self, step: str) -> None:

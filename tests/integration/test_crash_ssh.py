@@ -61,7 +61,7 @@ class Playing:
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if line.startswith("ssh") and f"{self._place}/" in line:
                     found[int(process.name)] = line
         return found
@@ -85,7 +85,7 @@ class Playing:
 
     def end(self) -> int:
         """Wait for the end; its exit status."""
-        status = self._process.wait(120)
+        status = self._process.wait(300)
         self.kill_clients()  # the idle ones, which would wait for the next playbook
         return status
 
@@ -214,7 +214,7 @@ def sums(host: str, place: str, pattern: str = "*.bin") -> dict[str, str]:
 
 def ended(host: str) -> bool:
     """No process of a move is left: none holds its lock."""
-    return fleet.on(host, "for lock in /run/lockstep/*.lock; do flock -n $lock true || echo held; done") == ""
+    return fleet.on(host, "for lock in /run/lockstep/*.lock; do flock -w 30 $lock true || echo held; done") == ""
 
 
 def test_archiving(histogram, tmp_path) -> None:

@@ -9,6 +9,7 @@ import json
 import re
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -27,14 +28,16 @@ STARTED = "server_args="
 def ordered(host: str, order: dict[str, object], *, until: str = STARTED, arm: str = "b1") -> Iterator[None]:
     """The simulator on this host fails as ordered while ``arm`` boots: the order goes when its log says ``until``."""
     path = f"{STATE_DIR}/sim-faults.json"
-    fleet.on(host, f"echo '{json.dumps(order)}' >{path}")
+    mine = f"{path}.{uuid.uuid4().hex}"  # as long as it is there, the order is this one
+    fleet.on(host, f"echo '{json.dumps(order)}' >{path}; touch {mine}")
     its = f"docker ps --all --quiet --filter label=lockstep.arm={arm}"
-    watch = f"until docker logs $({its}) 2>&1 | grep -qF '{until}'; do sleep 0.3; done; rm {path}"
+    heard = f"docker logs $({its}) 2>&1 | grep -qF '{until}'"
+    watch = f"while [ -e {mine} ]; do if {heard}; then rm -f {path}; break; fi; sleep 0.3; done"
     faults.host(host).exec_run(["timeout", "600", "sh", "-c", watch], detach=True)
     try:
         yield
     finally:
-        fleet.on(host, f"rm -f {path}")
+        fleet.on(host, f"rm -f {mine} {path}")
 
 
 FAILURES = {
@@ -83,8 +86,10 @@ FAILURES = {
 def test_the_previous_launch_is_served_again(host, order, until, words):
     before, latest = fleet.containers(), (fleet.RESULTS / "latest").readlink()
     journals = [fleet.on(one, f"ls {STATE_DIR}/journal") for one in HOSTS]
+    # Whoever hangs is waited for; the others must have the time to die, and the launch before to boot again.
+    limit = 45 if "hang" in order else 150
     with ordered(host, order, until=until):
-        said = fleet.serve("b1", "-e", "fleet_boot_timeout_s=20")
+        said = fleet.serve("b1", "-e", f"fleet_boot_timeout_s={limit}")
     assert said.rc != 0
     # The last message has it all; the tasks before it said so too.
     end = said.text.rpartition("was not proven:")[2]

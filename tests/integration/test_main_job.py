@@ -165,7 +165,7 @@ def test_another_arm_with_a_one_off_replaces_it_as_predicted():
     assert re.fullmatch(r"b1\+9-changes-[0-9a-f]{8}", receipt["arm"])
     assert fleet.arms() == dict.fromkeys(HOSTS, receipt["arm"])
     assert receipt["agree"]["container_env"] == {"ok": True, "seen": dict.fromkeys(HOSTS, "as planned")}
-    assert httpx.get(f"http://{fleet.ADDRESS[HEAD]}:8899/health").status_code == httpx.codes.OK
+    assert httpx.get(f"http://{fleet.ADDRESS[HEAD]}:8899/health", timeout=60).status_code == httpx.codes.OK
     # The log of what was stopped lies beside the receipt of its launch.
     logs = fleet.RESULTS / seen["receipt"]["launch"] / "logs"
     assert {path.name for path in logs.iterdir()} == {f"{host}.log" for host in HOSTS}

@@ -20,10 +20,11 @@ COUNT = 8
 TOKENS = 2700
 # Streams that begin here are open when the swap begins, also when something has to converge before.
 LOCKED = "Take the fleet's lock"
+ALL_TIMES = {"PROFILE_TASKS_TASK_OUTPUT_LIMIT": "all"}
 
 
 def seconds(said: fleet.Said, task: str) -> float:
-    """How long a task took, by the table at the end of the run."""
+    """How long a task took, by the table at the end of the run; ``ALL_TIMES`` has it name every task."""
     return max(float(found) for found in re.findall(rf"^{task} -+ ([0-9.]+)s$", said.text, re.MULTILINE))
 
 
@@ -36,7 +37,7 @@ def named(said: fleet.Said) -> list[int]:
 def undisturbed() -> list[bytes]:
     """What each client reads when nothing happens."""
     with streams(ADDRESS[HEAD], PORT, COUNT, TOKENS) as held:
-        held.until_ended()
+        held.until_ended(600)
         assert all(stream.whole for stream in held)
         return [stream.same_bytes() for stream in held]
 
@@ -50,8 +51,10 @@ def swap(*arguments: str, when: str = LOCKED) -> tuple[fleet.Said, Streams]:
             if task == when and not held:
                 held.extend(stack.enter_context(streams(ADDRESS[HEAD], PORT, COUNT, TOKENS)))
 
-        said = fleet.play(*arguments, at=begin)
-        return said, held.until_ended()
+        # On a busy machine the simulator's steps take longer too.
+        patient = ("-e", "drain_timeout=600", "-e", "fleet_generation_timeout_s=600")
+        said = fleet.play(*arguments, *patient, at=begin)
+        return said, held.until_ended(300)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +116,10 @@ def test_streams_that_do_not_end_stop_the_run_and_nothing_else(endless):
 
 
 def test_a_check_run_names_them_and_waits_for_nothing(endless):
-    said = fleet.serve("e9", "--check")
+    said = fleet.serve("e9", "--check", **ALL_TIMES)
     assert said.rc == 0, said.text
     assert named(said) == [COUNT]
-    assert seconds(said, "Drain") < 10
+    assert seconds(said, "Drain") < 30, "it would wait for two minutes"
     assert len(endless.open()) == COUNT
 
 
@@ -130,9 +133,9 @@ def test_abort_gives_each_client_an_end_and_the_swap_goes_on(endless):
 
 
 def test_without_traffic_it_costs_one_short_task():
-    said = fleet.play("rollback.yml")
+    said = fleet.play("rollback.yml", **ALL_TIMES)
     assert said.rc == 0, said.text
     assert [(host, status) for task, host, status in said.results if task == "Drain" and status != "skipping"] == [
         (HEAD, "ok")
     ]
-    assert seconds(said, "Drain") < 5
+    assert seconds(said, "Drain") < 30

@@ -25,6 +25,7 @@ from lockstep_lab import faults, machine, outer, paths
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("spark1", "spark2", "spark3")
 SITE = "/usr/local/lib/python3.11/dist-packages"
+MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 BASE = "hub.lab:5000/lmsysorg/sglang:dev-dsv41"
 
 
@@ -127,7 +128,7 @@ def test_the_fabric_is_a_triangle_of_point_to_point_links():
     for (host, own), peer in links.items():
         route = on(host, f"ip -json route get {peer}")
         assert json.loads(route)[0]["prefsrc"] == own
-        on(host, f"ping -c 1 -W 2 -I {own} {peer}")
+        on(host, f"ping -c 1 -w 20 -I {own} {peer}")
     # No host has an address on a link that is not its own, and the third one's link is out of its reach.
     assert ssh("spark3", "ping -c 1 -W 1 10.0.22.1").returncode != 0
 
@@ -135,7 +136,7 @@ def test_the_fabric_is_a_triangle_of_point_to_point_links():
 def test_a_host_is_debian_13_with_its_own_engine_under_systemd():
     for host in HOSTS:
         assert on(host, "sudo docker version --format '{{.Server.Version}}'").startswith("26.1.")
-        assert on(host, "systemctl is-system-running || true").strip() == "running"
+        assert on(host, "systemctl is-system-running --wait || true").strip() == "running"
         assert on(host, "/usr/bin/python3 -c 'import sys, requests; print(sys.version_info[:2])'").strip() == "(3, 13)"
         assert "VERSION_CODENAME=trixie" in on(host, "cat /etc/os-release")
     assert len({on(host, "sudo docker info --format '{{.ID}}'") for host in HOSTS}) == 3
@@ -169,7 +170,7 @@ def test_the_hub_serves_the_pin_although_its_tag_has_moved():
     first, moved = made()["fleet_lab_made"]["base"], made()["fleet_lab_made"]["moved"]
     for reference, digest in ((first["digest"], first["digest"]), ("dev-dsv41", moved["digest"])):
         url = f"http://10.77.0.10:5000/v2/lmsysorg/sglang/manifests/{reference}"
-        answer = httpx.get(url, headers={"Accept": "application/vnd.docker.distribution.manifest.v2+json"})
+        answer = httpx.get(url, headers={"Accept": MANIFEST}, timeout=60)
         body = answer.raise_for_status().content
         assert f"sha256:{hashlib.sha256(body).hexdigest()}" == digest
 
@@ -251,8 +252,8 @@ def test_faults_are_real_and_end():
     on("spark3", "true")
     with faults.link_down("spark1", "spark3"):
         assert ssh("spark1", "ping -c 1 -W 1 10.0.23.3").returncode != 0
-        on("spark1", "ping -c 1 -W 2 10.77.0.13")
-    on("spark1", "ping -c 1 -W 2 10.0.23.3")
+        on("spark1", "ping -c 1 -w 20 10.77.0.13")
+    on("spark1", "ping -c 1 -w 20 10.0.23.3")
     with faults.disk_full("spark2", "/srv/dsv41"):
         assert "No space left" in ssh("spark2", "sudo dd if=/dev/zero of=/srv/dsv41/x bs=64k count=1").stderr
     on("spark2", "sudo rm /srv/dsv41/x; sudo dd if=/dev/zero of=/srv/dsv41/x bs=64k count=1; sudo rm /srv/dsv41/x")

@@ -91,6 +91,7 @@ def down() -> None:
         nodes.wipe(nodes.disk(name))
     for socket in CONTROL.glob("*"):
         subprocess.run(["ssh", "-q", "-o", f"ControlPath={socket}", "-O", "exit", "host"], check=False)
+        socket.unlink(missing_ok=True)  # what held it removes it a moment later
     for folder in (CONTROL, KEYS):
         nodes.wipe(folder)
 

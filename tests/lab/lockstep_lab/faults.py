@@ -56,8 +56,8 @@ def unreachable(name: str) -> Iterator[None]:
     """The host's sshd refuses connections, open ones too; everything else of it runs on."""
     rule = ["INPUT", "-i", "eth0", "-p", "tcp", "--dport", "22", "-j", "REJECT", "--reject-with", "tcp-reset"]
     nodes.run(host(name), ["iptables", "-I", *rule])
-    inventory.forget_connections()
     try:
+        inventory.forget_connections(next(entry.lan for entry in topology.hosts() if entry.name == name))
         yield
     finally:
         nodes.run(host(name), ["iptables", "-D", *rule])

@@ -31,7 +31,9 @@ def make_key() -> None:
     authorized.mkdir(parents=True, exist_ok=True)
     if not KEY.exists():
         sh(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lockstep-lab", "-f", KEY])
-    (authorized / "ops").write_bytes(KEY.with_suffix(".pub").read_bytes())
+    public, place = KEY.with_suffix(".pub").read_bytes(), authorized / "ops"
+    if not place.exists() or place.read_bytes() != public:  # hosts that run read it at every connection
+        place.write_bytes(public)
 
 
 def write(host_keys: dict[Host, str], values: dict[str, Any]) -> None:
@@ -49,15 +51,15 @@ def write(host_keys: dict[Host, str], values: dict[str, Any]) -> None:
     CONTROL.mkdir(mode=0o700, exist_ok=True)
 
 
-def forget_connections() -> None:
-    """End Ansible's kept SSH connections to the lab's hosts: the hosts behind them are going away."""
+def forget_connections(address: str = "") -> None:
+    """End Ansible's kept SSH connections to the lab's hosts, or to one of them: what is behind them is going away."""
     if not CONTROL.is_dir():
         return
     for socket in CONTROL.iterdir():
-        if not socket.is_socket():
+        if not socket.is_socket() or (address and not socket.name.startswith(f"{address}-")):
             continue
         # The connection's process may have ended by itself; then its socket is all there is to remove.
-        subprocess.run(["ssh", "-q", "-o", f"ControlPath={socket}", "-O", "exit", "lab"], check=False, timeout=10)
+        subprocess.run(["ssh", "-q", "-o", f"ControlPath={socket}", "-O", "exit", "lab"], check=False, timeout=60)
         socket.unlink(missing_ok=True)
 
 

@@ -14,7 +14,7 @@ from .say import sh
 
 # Counters and states that change by themselves, and settings of single network interfaces, which come and go.
 _MOVING = re.compile(
-    r"net/ipv[46]/(conf|neigh)/(?!(all|default)/)|kernel/(random/|ns_last_pid|pty/nr|sched_domain|perf_event_max_sample_rate|tainted|keys/)"
+    r"net/ipv[46]/(conf|neigh)/(?!(all|default)/)|kernel/(hung_task_(detect_count|warnings)|random/|ns_last_pid|pty/nr|sched_domain|perf_event_max_sample_rate|tainted|keys/)"
     r"|fs/(dentry-state|file-nr|inode-nr|inode-state|aio-nr|quota/|binfmt_misc)|net/netfilter/nf_conntrack_count|dev/cdrom|kernel/spl|debug/"
 )
 

@@ -269,9 +269,16 @@ def remove(containers: Sequence[Container]) -> None:
     """Remove containers with their anonymous volumes; a host is not shut down first: its disk goes with it."""
 
     def one(container: Container) -> None:
-        try:
-            container.remove(force=True, v=True)
-        except docker.errors.NotFound:
-            say(f"{container.name} was gone already")
+        until = time.monotonic() + 120
+        while True:
+            try:
+                return container.remove(force=True, v=True)
+            except docker.errors.NotFound:
+                return say(f"{container.name} was gone already")
+            except docker.errors.APIError:
+                # A busy engine gives up waiting for the end of what it has killed.
+                if time.monotonic() > until:
+                    raise
+                time.sleep(1)
 
     each(one, containers)
