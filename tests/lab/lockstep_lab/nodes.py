@@ -272,13 +272,15 @@ def remove(containers: Sequence[Container]) -> None:
         until = time.monotonic() + 120
         while True:
             try:
-                return container.remove(force=True, v=True)
+                container.remove(force=True, v=True)
             except docker.errors.NotFound:
-                return say(f"{container.name} was gone already")
+                say(f"{container.name} was gone already")
             except docker.errors.APIError:
                 # A busy engine gives up waiting for the end of what it has killed.
                 if time.monotonic() > until:
                     raise
                 time.sleep(1)
+                continue
+            return
 
     each(one, containers)
