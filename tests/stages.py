@@ -17,13 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "tests"
@@ -78,23 +78,20 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stage came to (a stage without tests counts as one): its tests, those that failed, and its seconds."""
+    """What a stage came to: the result of each of its tests (a stage without tests counts as one), and its seconds."""
 
-    tests: int
-    failed: frozenset[str]
-    skipped: int
+    results: Mapping[str, str]  # passed, failed or skipped
     seconds: float
     again: frozenset[str] = frozenset()  # failed, and passed when their file ran once more
 
-    @property
-    def passed(self) -> int:
-        """How many tests passed, those at the second time among them."""
-        return max(0, self.tests - len(self.failed) - self.skipped)
+    def those(self, result: str) -> frozenset[str]:
+        """The tests that passed, failed or were skipped."""
+        return frozenset(name for name, own in self.results.items() if own == result)
 
     @property
     def files(self) -> frozenset[str]:
         """The files of the tests that failed; "" for a failure that is no test's own."""
-        return frozenset(name.partition("::")[0] if "::" in name else "" for name in self.failed)
+        return frozenset(name.partition("::")[0] if "::" in name else "" for name in self.those("failed"))
 
 
 def run(stage: Stage, log: IO[str] | None = None, files: Sequence[str] = ()) -> Outcome:
@@ -105,15 +102,18 @@ def run(stage: Stage, log: IO[str] | None = None, files: Sequence[str] = ()) -> 
     status = subprocess.run(stage.argv(junit, files), cwd=ROOT, check=False, stdout=log, stderr=log).returncode
     seconds = time.monotonic() - start
     if not junit.exists():  # not pytest's, or pytest itself did not get that far
-        return Outcome(1, frozenset([stage.name] if status else []), 0, seconds)
-    found: dict[str, set[str]] = {}  # a test whose clearing up fails too stands there twice
+        return Outcome({stage.name: "failed" if status else "passed"}, seconds)
+    said: dict[str, set[str]] = {}  # a test whose clearing up fails too stands there twice
     for case in ET.parse(junit).getroot().iter("testcase"):
-        found.setdefault(_named(case), set()).update(child.tag for child in case)
-    failed = {name for name, what in found.items() if what & {"failure", "error"}}
-    skipped = sum("skipped" in what for name, what in found.items() if name not in failed)
-    if status and not failed:  # an interrupt, no test at all
-        failed = {stage.name}
-    return Outcome(len(found), frozenset(failed), skipped, seconds)
+        said.setdefault(_named(case), set()).update(child.tag for child in case)
+    results = {
+        name: "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        for name, tags in said.items()
+    }
+    # 0 and 1 say what the tests say; anything else is a run that was not whole (an interrupt, no test at all).
+    if status != int("failed" in results.values()):
+        results[stage.name] = "failed"
+    return Outcome(results, seconds)
 
 
 def _named(case: ET.Element) -> str:
@@ -121,18 +121,18 @@ def _named(case: ET.Element) -> str:
     place, name = case.get("classname", ""), case.get("name", "")
     parts = place.split(".") if place else name.split(".")  # a file that could not be imported stands as the name
     for last in range(len(parts), 0, -1):
-        file = Path(*parts[:last]).with_suffix(".py")
+        file = "/".join(parts[:last]) + ".py"
         if (ROOT / file).is_file():
-            return "::".join([str(file), *parts[last:], *([name] if place else [])])
+            return "::".join([file, *parts[last:], *([name] if place else [])])
     return name
 
 
 def once_more(stage: Stage, first: Outcome) -> Outcome:
-    """Runs the files in which a test failed once more; what fails then has failed."""
+    """Runs the files in which a test failed once more; what does not pass then has failed."""
     second = run(stage, files=sorted(first.files))
-    return replace(
-        first, failed=second.failed, again=first.failed - second.failed, seconds=first.seconds + second.seconds
-    )
+    again = first.those("failed") & second.those("passed")
+    still = dict.fromkeys(first.those("failed") - again, "failed")
+    return Outcome({**first.results, **second.results, **still}, first.seconds + second.seconds, again)
 
 
 def run_all(there: Sequence[Stage]) -> dict[str, Outcome]:
@@ -164,7 +164,7 @@ def run_all(there: Sequence[Stage]) -> dict[str, Outcome]:
     files = frozenset[str]().union(*(out.files for out in outcomes.values()))
     if "" not in files and len(files) <= AGAIN_AT_MOST:
         for stage in there:
-            if outcomes[stage.name].failed:
+            if outcomes[stage.name].files:
                 print(f"\n=== {stage.name}, once more: {' '.join(sorted(outcomes[stage.name].files))}", flush=True)
                 outcomes[stage.name] = once_more(stage, outcomes[stage.name])
     return {stage.name: outcomes[stage.name] for stage in there}
@@ -173,17 +173,17 @@ def run_all(there: Sequence[Stage]) -> dict[str, Outcome]:
 def report(outcomes: dict[str, Outcome], seconds: float) -> None:
     """Prints a line for each stage, every test that failed at all, and the counts last."""
     print(f"\n{'stage':<10} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    whole = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for name, out in outcomes.items():
-        print(f"{name:<10} {out.passed:>7} {len(out.failed):>7} {out.skipped:>8} {out.seconds:>8.0f}")
-    passed = sum(out.passed for out in outcomes.values())
-    failed = sum(len(out.failed) for out in outcomes.values())
-    skipped = sum(out.skipped for out in outcomes.values())
-    print(f"{'all':<10} {passed:>7} {failed:>7} {skipped:>8} {seconds:>8.0f}\n")
+        counts = {result: len(out.those(result)) for result in whole}
+        whole = {result: whole[result] + count for result, count in counts.items()}
+        print(f"{name:<10} {counts['passed']:>7} {counts['failed']:>7} {counts['skipped']:>8} {out.seconds:>8.0f}")
+    print(f"{'all':<10} {whole['passed']:>7} {whole['failed']:>7} {whole['skipped']:>8} {seconds:>8.0f}\n")
     for out in outcomes.values():
-        for what, tests in (("FAILED", out.failed), ("failed once, then passed:", out.again)):
-            for name in sorted(tests):
-                print(f"{what} {name}")
-    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+        for what, tests in (("FAILED", out.those("failed")), ("failed once, then passed:", out.again)):
+            for test in sorted(tests):
+                print(f"{what} {test}")
+    print(f"{whole['passed']} passed, {whole['failed']} failed, {whole['skipped']} skipped", flush=True)
 
 
 def main() -> int:
@@ -199,7 +199,7 @@ def main() -> int:
     start = time.monotonic()
     outcomes = run_all([stage for stage in STAGES if stage.name in chosen])
     report(outcomes, time.monotonic() - start)
-    return 1 if any(out.failed for out in outcomes.values()) else 0
+    return 1 if any(out.those("failed") for out in outcomes.values()) else 0
 
 
 if __name__ == "__main__":

@@ -28,6 +28,24 @@ def test_unlucky(cleared, size): assert MARK.exists()
 @pytest.mark.skip(reason="counted")
 def test_left_out(): pass
 """
+# Fails the first time, and is skipped from then on.
+EVASIVE = """
+import pathlib
+import pytest
+MARK = pathlib.Path(__file__).with_suffix(".ran")
+def test_evasive():
+    if MARK.exists():
+        pytest.skip("not again")
+    MARK.touch()
+    assert False
+"""
+# Ends pytest after a failure, before its last test.
+CUT = """
+import pytest
+def test_unlucky(): assert False
+def test_cut(): pytest.exit("enough", returncode=3)
+def test_never_ran(): pass
+"""
 
 
 @pytest.fixture
@@ -100,13 +118,28 @@ def test_fails_the_second_time(stages: ModuleType, tmp_path: Path, capsys: pytes
     ]
 
 
+def test_a_test_that_is_skipped_the_second_time_has_failed(
+    stages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree(tmp_path, {"one/test_a.py": EVASIVE, "two/test_b.py": SOUND})
+    assert stages.main() == 1
+    assert table(capsys.readouterr().out) == [
+        "one 0 1 0",
+        "two 1 0 0",
+        "all 1 1 0",
+        "FAILED one/test_a.py::test_evasive",
+        "1 passed, 1 failed, 0 skipped",
+    ]
+
+
 @pytest.mark.parametrize(
     ("files", "failed"),
     [
         pytest.param(
             {f"one/test_{at}.py": BROKEN for at in range(4)} | {"two/test_b.py": SOUND}, 4, id="too many files"
         ),
-        pytest.param({"one/test_a.py": "import nowhere\n", "two/nothing.py": ""}, 2, id="no test ran"),
+        pytest.param({"one/test_a.py": "import nowhere\n", "two/nothing.py": ""}, 3, id="no test ran"),
+        pytest.param({"one/test_a.py": CUT, "two/test_b.py": SOUND}, 2, id="a run that was not whole"),
     ],
 )
 def test_broken_tree(
