@@ -102,7 +102,7 @@ def run(stage: Stage, log: IO[str] | None = None, files: Sequence[str] = ()) -> 
     status = subprocess.run(stage.argv(junit, files), cwd=ROOT, check=False, stdout=log, stderr=log).returncode
     seconds = time.monotonic() - start
     if not junit.exists():  # not pytest's, or pytest itself did not get that far
-        return Outcome({stage.name: "failed" if status else "passed"}, seconds)
+        return Outcome({stage.name: "failed" if status or stage.tests else "passed"}, seconds)
     said: dict[str, set[str]] = {}  # a test whose clearing up fails too stands there twice
     for case in ET.parse(junit).getroot().iter("testcase"):
         said.setdefault(_named(case), set()).update(child.tag for child in case)
@@ -124,7 +124,7 @@ def _named(case: ET.Element) -> str:
         file = "/".join(parts[:last]) + ".py"
         if (ROOT / file).is_file():
             return "::".join([file, *parts[last:], *([name] if place else [])])
-    return name
+    return f"{place}.{name}"
 
 
 def once_more(stage: Stage, first: Outcome) -> Outcome:
@@ -183,7 +183,9 @@ def report(outcomes: dict[str, Outcome], seconds: float) -> None:
         for what, tests in (("FAILED", out.those("failed")), ("failed once, then passed:", out.again)):
             for test in sorted(tests):
                 print(f"{what} {test}")
-    print(f"{whole['passed']} passed, {whole['failed']} failed, {whole['skipped']} skipped", flush=True)
+    again = sum(len(out.again) for out in outcomes.values())
+    second = f" ({again} of them only the second time)" if again else ""
+    print(f"{whole['passed']} passed{second}, {whole['failed']} failed, {whole['skipped']} skipped", flush=True)
 
 
 def main() -> int:

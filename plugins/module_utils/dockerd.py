@@ -90,10 +90,12 @@ HOSTS_FILE = "/etc/hosts"
 DAEMON_JSON = "/etc/docker/daemon.json"
 # Ends the line of the hosts file that gives the registry its name.
 REGISTRY_MARK = "# lockstep: the fleet's registry"
+# The registry's container has it.
+REGISTRY_LABEL = "lockstep.registry"
 
 
 def remembered(daemon_json: str | Path) -> Path:
-    """Where it stands what a daemon.json held before the registry was listed in it."""
+    """Where it stands what a daemon.json held before a registry was listed in it, and which one that is."""
     return Path(f"{daemon_json}.lockstep")
 
 

@@ -252,9 +252,15 @@ def look_shards(
     return {"dir": directory, "files": seen, "free_bytes": free, "reserve_bytes": reserve}
 
 
-def registry_open(hosts_file: str = dockerd.HOSTS_FILE, daemon_json: str = dockerd.DAEMON_JSON) -> bool:
-    """Whether the way to the fleet's registry is open here; outside a hand-on, a killed run left it so."""
+def way_open(hosts_file: str = dockerd.HOSTS_FILE, daemon_json: str = dockerd.DAEMON_JSON) -> bool:
+    """Whether this rank's way to the fleet's registry is open."""
     return dockerd.REGISTRY_MARK in text(hosts_file) or dockerd.remembered(daemon_json).exists()
+
+
+def look_registry(client: docker_api.Engine) -> dict[str, str]:
+    """What a killed run left here of the fleet's registry, ``{"container": name or ""}``; empty for nothing."""
+    running = [facts["name"] for facts in docker_api.containers(client, label=dockerd.REGISTRY_LABEL)]
+    return {"container": running[0] if running else ""} if running or way_open() else {}
 
 
 def mapped_shards(pid: int) -> set[tuple[str, int]]:
@@ -436,7 +442,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
     if plan and client and "images" in subset:
         known = images.known(f"{asked['state_dir']}/{images.KNOWN}")
         seen["images"] = docker_api.look(client, plan["images"], asked["image_files"], known=known)
-        seen["registry_open"] = registry_open()
+        seen["registry"] = look_registry(client)
     if plan and client and container and "container" in subset:
         seen |= look_running(client, plan, asked["host"], container)
     else:

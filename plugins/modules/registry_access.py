@@ -12,7 +12,8 @@ description:
   - This module keeps that name in C(/etc/hosts), in one marked line, and lists the registry under
     C(insecure-registries) in the engine's C(daemon.json) where the engine would not speak plain HTTP to it already.
   - C(daemon.json) is merged, never overwritten. The engine takes it over by a reload (SIGHUP); nothing is restarted and
-    containers keep running. V(absent) brings both files back, byte for byte where nobody else changed them since.
+    containers keep running. V(absent) brings both files back, byte for byte where nobody else changed them since,
+    whatever the registry was called that was opened.
 version_added: "0.1.0"
 author:
   - Lockstep contributors (@lockstep)
@@ -26,9 +27,10 @@ attributes:
     support: full
 options:
   registry:
-    description: The registry as image references name it, C(name:port).
+    description:
+      - The registry as image references name it, C(name:port).
+      - Required when O(state=present).
     type: str
-    required: true
   address:
     description:
       - IP address of the head as this rank reaches it on the fabric.
@@ -61,7 +63,6 @@ EXAMPLES = r"""
 
 - name: Close it again
   lockstep.fleet.registry_access:
-    registry: fleet-registry:5055
     state: absent
 """
 
@@ -85,7 +86,7 @@ from ansible_collections.lockstep.fleet.plugins.module_utils import docker_api, 
 from ansible_collections.lockstep.fleet.plugins.module_utils.errors import LockstepError
 
 ARGUMENT_SPEC: dict[str, Any] = {
-    "registry": {"type": "str", "required": True},
+    "registry": {"type": "str"},
     "address": {"type": "str"},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "hosts_file": {"type": "path", "default": dockerd.HOSTS_FILE},
@@ -148,6 +149,7 @@ class Access:
     def __init__(self, module: AnsibleModule) -> None:
         self.module = module
         self.params = module.params
+        self.registry: str = module.params["registry"] or ""
         self.client = docker_api.Engine(self.params["docker_host"])
         self.daemon_json = Path(self.params["daemon_json"])
         self.memory = dockerd.remembered(self.daemon_json)
@@ -155,10 +157,9 @@ class Access:
 
     def run(self) -> dict[str, Any]:
         """Converge both files; returns the module's result."""
-        registry, address = self.params["registry"], self.params["address"]
         present = self.params["state"] == "present"
         hosts = self.hosts.read_text()
-        new_hosts = hosts_with(hosts, registry.partition(":")[0], address if present else None)
+        new_hosts = hosts_with(hosts, self.registry.partition(":")[0], self.params["address"] if present else None)
         daemon = self.daemon_json.read_text() if self.daemon_json.exists() else None
         new_daemon = self._opened(daemon) if present else self._closed(daemon)
         if not self.module.check_mode:
@@ -182,20 +183,20 @@ class Access:
         }
 
     def _opened(self, text: str | None) -> str | None:
-        registry = self.params["registry"]
-        if trusted(self.client.get_json("/info"), registry, self.params["address"]):
+        if trusted(self.client.get_json("/info"), self.registry, self.params["address"]):
             return text
-        merged: str = dockerd.merge_daemon_json(text, {KEY: [registry]}, self._flags())["text"]
+        merged: str = dockerd.merge_daemon_json(text, {KEY: [self.registry]}, self._flags())["text"]
         return merged
 
     def _closed(self, text: str | None) -> str | None:
         if not self.memory.exists():
             return text  # whatever is listed there was never ours
-        before = files.read_json(self.memory)["text"]  # type: ignore[index] # written by _reload
-        ours = dockerd.merge_daemon_json(before, {KEY: [self.params["registry"]]})["text"]
-        if text == ours:
-            return before  # type: ignore[no-any-return] # the same
-        return None if text is None else without(text, self.params["registry"])
+        said: Any = files.read_json(self.memory)
+        before: str | None = said["text"]
+        self.registry = said["registry"]
+        if text in (before, dockerd.merge_daemon_json(before, {KEY: [self.registry]})["text"]):
+            return before
+        return None if text is None else without(text, self.registry)
 
     def _flags(self) -> list[str]:
         """Return the running engine's command line."""
@@ -216,15 +217,15 @@ class Access:
         """Write daemon.json and let the engine take it over; what it held before is remembered, or put back."""
         if present and not self.memory.exists():
             self.daemon_json.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json_atomic(self.memory, {"text": old})
+            files.write_json_atomic(self.memory, {"text": old, "registry": self.registry})
         self._put(new)
         deadline = time.monotonic() + RELOAD_SECONDS
-        while trusted(self.client.get_json("/info"), self.params["registry"], None) != present:
+        while trusted(self.client.get_json("/info"), self.registry, None) != present:
             if time.monotonic() > deadline:
                 self._put(old)
                 raise LockstepError(
                     "the engine did not take over its new configuration, so the old one is back",
-                    found=f"{self.params['registry']} under {KEY}: {not present}",
+                    found=f"{self.registry} under {KEY}: {not present}",
                     expected=str(present),
                     next_step="journalctl -u docker says why",
                 )
@@ -247,7 +248,9 @@ class Access:
 
 
 def main() -> None:
-    module = AnsibleModule(ARGUMENT_SPEC, supports_check_mode=True, required_if=[("state", "present", ("address",))])
+    module = AnsibleModule(
+        ARGUMENT_SPEC, supports_check_mode=True, required_if=[("state", "present", ("registry", "address"))]
+    )
     try:
         result = Access(module).run()
     except (LockstepError, docker_api.EngineError) as error:

@@ -67,15 +67,15 @@ def test_the_alias_is_one_marked_line_that_comes_and_goes():
     assert registry_access.hosts_with(moved, "lockstep-registry", None) == HOSTS
 
 
-def test_a_way_to_the_registry_is_open_until_both_its_marks_are_gone(tmp_path):
+def test_the_way_to_the_registry_is_open_until_both_its_marks_are_gone(tmp_path):
     hosts, daemon_json = tmp_path / "hosts", tmp_path / "daemon.json"
     hosts.write_text("10.0.22.1 lockstep-registry\n")  # somebody else's line
-    assert not rank_facts.registry_open(str(hosts), str(daemon_json))
+    assert not rank_facts.way_open(str(hosts), str(daemon_json))
     dockerd.remembered(daemon_json).write_text("{}")
-    assert rank_facts.registry_open(str(hosts), str(daemon_json))
+    assert rank_facts.way_open(str(hosts), str(daemon_json))
     dockerd.remembered(daemon_json).unlink()
     hosts.write_text(f"10.0.22.1 lockstep-registry {dockerd.REGISTRY_MARK}\n")
-    assert rank_facts.registry_open(str(hosts), str(daemon_json))
+    assert rank_facts.way_open(str(hosts), str(daemon_json))
 
 
 def test_a_hosts_file_without_a_last_line_break_is_not_glued():

@@ -39,6 +39,12 @@ def test_evasive():
     MARK.touch()
     assert False
 """
+# Ends pytest as if all were well.
+GONE = """
+import os
+def test_gone(): os._exit(0)
+def test_broken(): assert False
+"""
 # Ends pytest after a failure, before its last test.
 CUT = """
 import pytest
@@ -100,7 +106,7 @@ def test_passes_the_second_time(stages: ModuleType, tmp_path: Path, capsys: pyte
         "two 2 0 1",
         "all 3 0 1",
         "failed once, then passed: two/deep/test_b.py::test_unlucky[1]",
-        "3 passed, 0 failed, 1 skipped",
+        "3 passed (1 of them only the second time), 0 failed, 1 skipped",
     ]
 
 
@@ -114,7 +120,7 @@ def test_fails_the_second_time(stages: ModuleType, tmp_path: Path, capsys: pytes
         "all 2 1 1",
         "FAILED one/test_a.py::test_broken",
         "failed once, then passed: two/test_b.py::test_unlucky[1]",
-        "2 passed, 1 failed, 1 skipped",
+        "2 passed (1 of them only the second time), 1 failed, 1 skipped",
     ]
 
 
@@ -139,6 +145,7 @@ def test_a_test_that_is_skipped_the_second_time_has_failed(
             {f"one/test_{at}.py": BROKEN for at in range(4)} | {"two/test_b.py": SOUND}, 4, id="too many files"
         ),
         pytest.param({"one/test_a.py": "import nowhere\n", "two/nothing.py": ""}, 3, id="no test ran"),
+        pytest.param({"one/test_a.py": GONE, "two/test_b.py": SOUND}, 1, id="pytest ended itself"),
         pytest.param({"one/test_a.py": CUT, "two/test_b.py": SOUND}, 2, id="a run that was not whole"),
     ],
 )
