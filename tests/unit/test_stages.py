@@ -35,7 +35,7 @@ import pytest
 MARK = pathlib.Path(__file__).with_suffix(".ran")
 def test_evasive():
     if MARK.exists():
-        pytest.skip("not again")
+        pytest.skip(reason="not again")
     MARK.touch()
     assert False
 """
