@@ -20,7 +20,7 @@ import docker
 import httpx
 import pytest
 import yaml
-from lockstep_lab import faults, machine, outer, paths
+from lockstep_lab import faults, machine, paths
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("spark1", "spark2", "spark3")
@@ -65,7 +65,7 @@ def made() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def before() -> machine.Machine:
-    outer.engine()  # where none was, it sets up the machine's forwarding for good; that is not the lab's doing
+    lab("status")  # starts the machine's Docker Engine, which turns forwarding on for good: not the lab's doing
     lab("down")
     return machine.look()
 
