@@ -110,32 +110,41 @@ def test_passes_the_second_time(stages: ModuleType, tmp_path: Path, capsys: pyte
     ]
 
 
-def test_fails_the_second_time(stages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A test that fails twice has failed, whatever passed beside it."""
-    tree(tmp_path, {"one/test_a.py": BROKEN, "two/test_b.py": UNLUCKY})
-    assert stages.main() == 1
-    assert table(capsys.readouterr().out) == [
-        "one 1 1 0",
-        "two 1 0 1",
-        "all 2 1 1",
-        "FAILED one/test_a.py::test_broken",
-        "failed once, then passed: two/test_b.py::test_unlucky[1]",
-        "2 passed (1 of them only the second time), 1 failed, 1 skipped",
-    ]
-
-
-def test_a_test_that_is_skipped_the_second_time_has_failed(
-    stages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        pytest.param(
+            {"one/test_a.py": BROKEN, "two/test_b.py": UNLUCKY},
+            [
+                "one 1 1 0",
+                "two 1 0 1",
+                "all 2 1 1",
+                "FAILED one/test_a.py::test_broken",
+                "failed once, then passed: two/test_b.py::test_unlucky[1]",
+                "2 passed (1 of them only the second time), 1 failed, 1 skipped",
+            ],
+            id="it fails twice",
+        ),
+        pytest.param(
+            {"one/test_a.py": EVASIVE, "two/test_b.py": SOUND},
+            [
+                "one 0 1 0",
+                "two 1 0 0",
+                "all 1 1 0",
+                "FAILED one/test_a.py::test_evasive",
+                "1 passed, 1 failed, 0 skipped",
+            ],
+            id="it is skipped then",
+        ),
+    ],
+)
+def test_does_not_pass_the_second_time(
+    files: dict[str, str], said: list[str], stages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree(tmp_path, {"one/test_a.py": EVASIVE, "two/test_b.py": SOUND})
+    """A test that does not pass then has failed, whatever passed beside it."""
+    tree(tmp_path, files)
     assert stages.main() == 1
-    assert table(capsys.readouterr().out) == [
-        "one 0 1 0",
-        "two 1 0 0",
-        "all 1 1 0",
-        "FAILED one/test_a.py::test_evasive",
-        "1 passed, 1 failed, 0 skipped",
-    ]
+    assert table(capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize(
