@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,9 @@ def down() -> None:
     client = outer.engine()
     for name in [HUB, *(host.name for host in hosts())]:
         with contextlib.suppress(docker.errors.NotFound):
-            client.containers.get(name).remove(force=True, v=True)
+            nodes.remove([client.containers.get(name)])
         nodes.wipe(nodes.disk(name))
-    for socket in CONTROL.glob("*"):
-        subprocess.run(["ssh", "-q", "-o", f"ControlPath={socket}", "-O", "exit", "host"], check=False)
-        socket.unlink(missing_ok=True)  # what held it removes it a moment later
+    inventory.forget_connections(kept=CONTROL)
     for folder in (CONTROL, KEYS):
         nodes.wipe(folder)
 

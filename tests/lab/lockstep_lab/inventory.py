@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -51,11 +52,11 @@ def write(host_keys: dict[Host, str], values: dict[str, Any]) -> None:
     CONTROL.mkdir(mode=0o700, exist_ok=True)
 
 
-def forget_connections(address: str = "") -> None:
-    """End Ansible's kept SSH connections to the lab's hosts, or to one of them: what is behind them is going away."""
-    if not CONTROL.is_dir():
+def forget_connections(address: str = "", *, kept: Path = CONTROL) -> None:
+    """End Ansible's ``kept`` SSH connections to hosts, or to one of them: what is behind them is going away."""
+    if not kept.is_dir():
         return
-    for socket in CONTROL.iterdir():
+    for socket in kept.iterdir():
         if not socket.is_socket() or (address and not socket.name.startswith(f"{address}-")):
             continue
         # The connection's process may have ended by itself; then its socket is all there is to remove.
